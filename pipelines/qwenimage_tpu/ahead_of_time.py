@@ -1,0 +1,27 @@
+"""Compile JAX functions for a TPU that is not there, with the compiler that a TPU would use."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+# The smallest slice of each supported generation that the compiler knows.
+TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+
+
+@functools.cache
+def _one_device(topology: str) -> SingleDeviceSharding:
+    description = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    return SingleDeviceSharding(description.devices[0])
+
+
+def lower_for(
+    topology: str, function: Callable[..., Any], arguments: Sequence[jax.ShapeDtypeStruct]
+) -> jax.stages.Lowered:
+    """`function` of the arguments' shapes, lowered for one device of a topology such as "v6e:2x2"."""
+    sharding = _one_device(topology)
+    placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in arguments]
+    return jax.jit(function).trace(*placed).lower(lowering_platforms=("tpu",))

@@ -1,0 +1,240 @@
+"""Joint attention: interpret mode against float64, padding, rare paths, and what it asks of a TPU."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accuracy import assert_as_accurate, in_float64
+from qwenimage_tpu_pallas import AttentionConfig, choose_softmax, joint_attention, reference
+from qwenimage_tpu_pallas.layouts import HEAD_DIM
+from qwenimage_tpu_pallas.shapes import QWENIMAGE_SHAPES, JointShape
+from qwenimage_tpu_pallas.softmax import SOFTMAXES, Softmax
+from qwenimage_tpu_pallas.vmem import VMEM_LIMIT_BYTES
+
+RAGGED = [1, 7, 16, 31, 72, 127, 128, 129, 130, 300]
+SMALL_BLOCKS = AttentionConfig(block_q=128, block_q_text=128, block_kv=128)
+NAN, HUGE = math.nan, 1e30
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Inputs of one attention: q, k, v of the image, of the text, and the text lengths."""
+
+    streams: tuple[jax.Array, ...]
+    lengths: jax.Array
+    bound: float
+
+    @classmethod
+    def random(
+        cls,
+        image_tokens: int,
+        lengths: list[int],
+        text_tokens: int,
+        *,
+        dtype: str = "float32",
+        heads: int = 2,
+        logit_scale: float = 3.0,
+        padding: float = NAN,
+        seed: int = 0,
+    ) -> "Problem":
+        """Largest logit about `logit_scale`; keys and values beyond a row's length hold `padding`."""
+        rng = np.random.default_rng(seed)
+        arrays = [
+            rng.standard_normal((len(lengths), tokens, heads * HEAD_DIM))
+            for tokens in (*[image_tokens] * 3, *[text_tokens] * 3)
+        ]
+        padded = np.arange(text_tokens)[None, :, None] >= np.array(lengths)[:, None, None]
+        logits = [
+            np.einsum("bqhd,bkhd->bhqk", *(x.reshape(*x.shape[:2], heads, HEAD_DIM) for x in (q, k)))
+            for q in (arrays[0], arrays[3])
+            for k in (arrays[1], np.where(padded, 0, arrays[4]))
+        ]
+        factor = logit_scale / (max(np.abs(x).max() for x in logits) * HEAD_DIM**-0.5)
+        arrays[0], arrays[3] = arrays[0] * factor, arrays[3] * factor
+        arrays[4], arrays[5] = (np.where(padded, padding, x) for x in arrays[4:])
+        return cls(
+            tuple(jnp.asarray(x, dtype) for x in arrays),
+            jnp.asarray(lengths, jnp.int32),
+            logit_scale * 1.02,  # q and k are rounded
+        )
+
+    @property
+    def arguments(self) -> tuple[jax.Array, ...]:
+        return (*self.streams, self.lengths)
+
+    def kernel(self, softmax: Softmax, config: AttentionConfig | None = None) -> tuple[jax.Array, jax.Array]:
+        @jax.jit
+        def run(*arguments: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return joint_attention(*arguments, softmax=softmax, config=config, interpret=True)
+
+        return run(*self.arguments, jnp.array([self.bound], jnp.float32))
+
+    def plain(self) -> tuple[jax.Array, jax.Array]:
+        """XLA's own attention in the inputs' dtype, over concatenated streams with zeros as padding."""
+        image_tokens = self.streams[0].shape[1]
+        valid = jnp.arange(self.streams[3].shape[1]) < self.lengths[:, None]
+        clean = [*self.streams[:4], *(jnp.where(valid[..., None], x, 0) for x in self.streams[4:])]
+        query, key, value = (
+            jnp.concatenate(pair, axis=1).reshape(len(valid), -1, pair[0].shape[2] // HEAD_DIM, HEAD_DIM)
+            for pair in zip(clean[:3], clean[3:], strict=True)
+        )
+        mask = jnp.concatenate([jnp.ones((len(valid), image_tokens), bool), valid], axis=1)
+        out = jax.nn.dot_product_attention(query, key, value, mask=mask[:, None, None, :])
+        out = out.reshape(*out.shape[:2], -1)
+        return out[:, :image_tokens], out[:, image_tokens:]
+
+    def check(self, softmax: Softmax, config: AttentionConfig | None = None) -> None:
+        exact = in_float64(reference.joint_attention, self.arguments)
+        keys = self.streams[0].shape[1] + self.streams[3].shape[1]
+        for actual, plain, wanted in zip(self.kernel(softmax, config), self.plain(), exact, strict=True):
+            assert_as_accurate(actual, plain, wanted, reduction=keys)
+
+
+@given(
+    image_tokens=st.sampled_from(RAGGED),
+    text_tokens=st.sampled_from(RAGGED),
+    batch=st.integers(1, 3),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    softmax=st.sampled_from(SOFTMAXES),
+    padding=st.sampled_from([NAN, HUGE, -HUGE, math.inf, 0.0]),
+    logit_scale=st.floats(0.01, 60),
+    data=st.data(),
+)
+@settings(max_examples=20)
+def test_any_token_counts_lengths_and_scales(
+    image_tokens: int,
+    text_tokens: int,
+    batch: int,
+    dtype: str,
+    softmax: Softmax,
+    padding: float,
+    logit_scale: float,
+    data: st.DataObject,
+):
+    lengths = data.draw(st.lists(st.integers(0, text_tokens), min_size=batch, max_size=batch))
+    problem = Problem.random(
+        image_tokens, lengths, text_tokens, dtype=dtype, padding=padding, logit_scale=logit_scale
+    )
+    problem.check(softmax, SMALL_BLOCKS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("softmax", SOFTMAXES)
+def test_several_blocks_of_everything(dtype: str, softmax: Softmax):
+    Problem.random(400, [0, 150, 300], 300, dtype=dtype).check(softmax, SMALL_BLOCKS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_default_blocks_at_1024_image_tokens(dtype: str):
+    Problem.random(1024, [129], 160, dtype=dtype, heads=1).check("bounded")
+
+
+@pytest.mark.parametrize("logit_scale", [1e3, 1e4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_huge_logits_take_the_online_softmax(logit_scale: float, dtype: str):
+    problem = Problem.random(200, [5, 40], 40, dtype=dtype, logit_scale=logit_scale)
+    softmax = choose_softmax(problem.bound)
+    assert softmax == "online"
+    problem.check(softmax, SMALL_BLOCKS)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bounded_softmax_at_its_limit(sign: int, dtype: str):
+    """All logits of a row at the upper or the lower end of what the rule allows."""
+    limit = 69.0
+    assert choose_softmax(limit) == "bounded"
+    problem = Problem.random(130, [7], 9, dtype=dtype, heads=1)
+    query = jnp.full((1, 1, HEAD_DIM), sign * math.sqrt(limit / 1.03), dtype)
+    key = jnp.full((1, 1, HEAD_DIM), math.sqrt(limit / 1.03) / HEAD_DIM**0.5, dtype)
+    image, text = (jnp.broadcast_to(query, x.shape) for x in (problem.streams[0], problem.streams[3]))
+    image_key, text_key = (jnp.broadcast_to(key, x.shape) for x in (problem.streams[1], problem.streams[4]))
+    streams = (image, image_key, problem.streams[2], text, text_key, problem.streams[5])
+    Problem(streams, problem.lengths, limit).check("bounded", SMALL_BLOCKS)
+
+
+def test_a_row_without_text_attends_to_the_image_alone():
+    problem = Problem.random(40, [0], 16)
+    image, text = problem.kernel("online")
+    alone = Problem((*problem.streams[:3], *problem.streams[:3]), jnp.array([0], jnp.int32), problem.bound)
+    np.testing.assert_allclose(image, alone.kernel("online")[0], rtol=1e-5, atol=1e-6)
+    assert np.isfinite(np.asarray(text)).all()
+
+
+@pytest.mark.parametrize(("given_length", "meant"), [(-5, 0), (99, 16)])
+def test_lengths_out_of_range_are_clamped(given_length: int, meant: int):
+    problem = Problem.random(40, [16], 16)
+    for out, wanted in zip(
+        dataclasses.replace(problem, lengths=jnp.array([given_length], jnp.int32)).kernel("online"),
+        dataclasses.replace(problem, lengths=jnp.array([meant], jnp.int32)).kernel("online"),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(out, wanted)
+
+
+def test_key_order_does_not_matter():
+    problem = Problem.random(72, [31], 31)
+    order = np.random.default_rng(1).permutation(31)
+    shuffled = (*problem.streams[:4], *(x[:, order] for x in problem.streams[4:]))
+    for out, wanted in zip(
+        dataclasses.replace(problem, streams=shuffled).kernel("online"), problem.kernel("online"), strict=True
+    ):
+        np.testing.assert_allclose(out, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_scale_of_log_two_multiplies_nothing():
+    """With it the caller's own factor log2(e) / sqrt(128) in q gives the same attention."""
+    problem = Problem.random(40, [9], 16)
+    factor = HEAD_DIM**-0.5 / math.log(2)
+    query, text_query = (problem.streams[i] * factor for i in (0, 3))
+    folded = (query, *problem.streams[1:3], text_query, *problem.streams[4:])
+    bound = jnp.array([problem.bound], jnp.float32)
+    for softmax in SOFTMAXES:
+        run = jax.jit(
+            lambda *a, softmax=softmax: joint_attention(
+                *a, softmax=softmax, scale=math.log(2), interpret=True
+            )
+        )
+        for out, wanted in zip(run(*folded, problem.lengths, bound), problem.kernel(softmax), strict=True):
+            np.testing.assert_allclose(out, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", QWENIMAGE_SHAPES, ids=str)
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_the_heuristic_fits_vmem(shape: JointShape, itemsize: int):
+    config = AttentionConfig.heuristic(shape.image_tokens, shape.text_tokens)
+    assert config.vmem_bytes(shape.image_tokens, shape.text_tokens, itemsize) <= VMEM_LIMIT_BYTES
+
+
+def test_vmem_estimate_counts_what_it_says():
+    config = AttentionConfig(block_q=256, block_q_text=128, block_kv=128)
+    keys_and_values = 2 * (384 + 128) * HEAD_DIM
+    queries_and_outputs = 2 * (256 + 128) * HEAD_DIM
+    scratch = 256 * (HEAD_DIM + 16) * 4
+    blocks_of_logits = 3 * 256 * 128 * 4
+    assert config.vmem_bytes(300, 7, 2) == (
+        2 * 2 * (keys_and_values + queries_and_outputs) + scratch + blocks_of_logits
+    )
+
+
+def test_keys_that_do_not_fit_vmem_are_refused():
+    huge = jax.ShapeDtypeStruct((1, 60_000, HEAD_DIM), jnp.float32)
+    arguments = [huge] * 6 + [
+        jax.ShapeDtypeStruct((1,), jnp.int32),
+        jax.ShapeDtypeStruct((1,), jnp.float32),
+    ]
+    with pytest.raises(NotImplementedError, match=r"joint_attention needs .* MiB of VMEM.*use fewer tokens"):
+        jax.eval_shape(joint_attention, *arguments)
+
+
+@pytest.mark.parametrize("value", [0, -128, 100])
+@pytest.mark.parametrize("field", ["block_q", "block_q_text", "block_kv"])
+def test_a_block_is_a_multiple_of_128(field: str, value: int):
+    with pytest.raises(ValueError, match=rf"{field} must be a positive multiple of 128, got {value}"):
+        dataclasses.replace(SMALL_BLOCKS, **{field: value})

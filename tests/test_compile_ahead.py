@@ -1,0 +1,73 @@
+"""The TPU compiler takes every kernel, for every generation: one shape here, all in `make check-tpu`."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+
+import qwenimage_tpu_pallas as kernels
+from qwenimage_tpu.ahead_of_time import TOPOLOGIES, lower_for
+from qwenimage_tpu.compile_check import KernelCase, compile_case, kernel_cases
+from qwenimage_tpu_pallas.layouts import HEAD_DIM, Ref
+from qwenimage_tpu_pallas.shapes import QWENIMAGE_SHAPES
+from qwenimage_tpu_pallas.softmax import Softmax
+
+# One libtpu process at a time.
+pytestmark = pytest.mark.xdist_group("libtpu")
+# The awkward one: an image whose token count is odd.
+SHAPE = QWENIMAGE_SHAPES[1]
+
+
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+@pytest.mark.parametrize("case", kernel_cases(), ids=lambda case: case.name.replace(" ", "-"))
+def test_compiles(case: KernelCase, generation: str):
+    result = compile_case(case, SHAPE, "bfloat16", generation)
+    assert not result.error
+
+
+def test_a_refusal_is_reported():
+    def refused(x: jax.Array) -> jax.Array:
+        # Pallas lowers no sort for a TPU.
+        def kernel(x_ref: Ref, out_ref: Ref) -> None:
+            out_ref[...] = jnp.sort(x_ref[...], axis=0)
+
+        return pl.pallas_call(kernel, out_shape=x)(x)
+
+    case = KernelCase("refused", refused, lambda _, dtype: [jax.ShapeDtypeStruct((8, 128), dtype)])
+    assert "sort" in compile_case(case, SHAPE, "float32", "v6e").error
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("softmax", kernels.SOFTMAXES)
+def test_f32_matmuls_ask_for_full_precision(dtype: str, softmax: Softmax):
+    """Interpret mode on a CPU multiplies f32 exactly whatever is asked, so read the kernel itself."""
+    stream = jax.ShapeDtypeStruct((1, 256, HEAD_DIM), dtype)
+    arguments = [stream] * 6 + [
+        jax.ShapeDtypeStruct((1,), jnp.int32),
+        jax.ShapeDtypeStruct((1,), jnp.float32),
+    ]
+    jaxpr = jax.make_jaxpr(functools.partial(kernels.joint_attention, softmax=softmax))(*arguments)
+    wanted = jax.lax.Precision.HIGHEST if dtype == "float32" else jax.lax.Precision.DEFAULT
+    precisions = [eqn.params["precision"] for eqn in _dots(jaxpr.jaxpr)]
+    assert precisions
+    assert set(precisions) == {(wanted, wanted)}
+    assert (
+        "tpu_custom_call"
+        in lower_for(
+            TOPOLOGIES["v6e"], functools.partial(kernels.joint_attention, softmax=softmax), arguments
+        ).as_text()
+    )
+
+
+def _dots(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            yield eqn
+        for value in jax.tree.leaves(eqn.params, is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from _dots(inner)
