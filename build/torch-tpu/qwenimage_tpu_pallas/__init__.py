@@ -1,0 +1,26 @@
+"""Pallas TPU kernels for the QwenImage diffusion transformer, and what each computes in plain JAX."""
+
+from . import reference
+from .attention import AttentionConfig, joint_attention
+from .modulation import gated_residual_layer_norm_modulate, layer_norm_modulate
+from .qk_norm_rope import QKNormRopeConfig, qk_norm_rope
+from .rms_norm import rms_norm
+from .row_blocks import RowConfig
+from .softmax import BOUNDED_LIMIT, SOFTMAXES, checkpoint_logit_bound, choose_softmax, qk_norm_logit_bound
+
+__all__ = [
+    "BOUNDED_LIMIT",
+    "SOFTMAXES",
+    "AttentionConfig",
+    "QKNormRopeConfig",
+    "RowConfig",
+    "checkpoint_logit_bound",
+    "choose_softmax",
+    "gated_residual_layer_norm_modulate",
+    "joint_attention",
+    "layer_norm_modulate",
+    "qk_norm_logit_bound",
+    "qk_norm_rope",
+    "reference",
+    "rms_norm",
+]
