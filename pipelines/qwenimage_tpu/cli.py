@@ -1,0 +1,186 @@
+"""The command `qwenimage-tpu`. Heavy imports happen inside the commands, so that --help is instant."""
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from . import environment
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="qwenimage-tpu",
+    help="QwenImage on Cloud TPU through Pallas kernels from the Kernels Hub.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+KernelRepo = Annotated[
+    str | None,
+    typer.Option(help="Load the kernels from this Hub repository or folder instead of the bundled build."),
+]
+
+
+@app.command("generate")
+def generate_command(
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="What to paint; one or more.")],
+    model: Annotated[
+        str | None, typer.Option(help="A local folder or a Hub id, for example Qwen/Qwen-Image.")
+    ] = None,
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Use a tiny built-in model with random weights.")
+    ] = False,
+    negative_prompt: Annotated[
+        str | None, typer.Option(help="What to avoid; a single space if not given.")
+    ] = None,
+    true_cfg_scale: Annotated[
+        float, typer.Option(help="Strength of classifier-free guidance; 1 turns it off and halves the time.")
+    ] = 4.0,
+    height: Annotated[int | None, typer.Option(help="In pixels; 1024, with --demo 128.")] = None,
+    width: Annotated[int | None, typer.Option(help="In pixels; 1024, with --demo 128.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps; 50, with --demo 4.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the first picture; each further one adds 1.")] = 0,
+    batch: Annotated[int, typer.Option(help="Pictures per prompt.")] = 1,
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="A .png file; several pictures are numbered or go to a folder."),
+    ] = Path("qwenimage.png"),
+    dtype: Annotated[
+        Literal["bfloat16", "float32"] | None, typer.Option(help="bfloat16, with --demo float32.")
+    ] = None,
+    device: Annotated[
+        Literal["auto", "cpu", "tpu"], typer.Option(help="auto takes the TPU if there is one.")
+    ] = "auto",
+    kernel_repo: KernelRepo = None,
+    no_kernels: Annotated[bool, typer.Option("--no-kernels", help="Run stock diffusers.")] = False,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="Run the same seeds also without kernels and print the difference."),
+    ] = False,
+) -> None:
+    """Make pictures from prompts."""
+    environment.configure()
+    with _readable_errors():
+        from .options import GenerateOptions
+        from .request import Request
+
+        size, default_steps, default_dtype = (128, 4, "float32") if demo else (1024, 50, "bfloat16")
+        options = GenerateOptions(
+            prompts=tuple(prompts),
+            negative_prompt=negative_prompt,
+            true_cfg_scale=true_cfg_scale,
+            height=size if height is None else height,
+            width=size if width is None else width,
+            steps=default_steps if steps is None else steps,
+            seed=seed,
+            images_per_prompt=batch,
+            kernels=not no_kernels,
+            kernel_repo=kernel_repo,
+        )
+        request = Request(
+            options=options,
+            model=model,
+            demo=demo,
+            dtype=dtype or default_dtype,
+            device=device,
+            output=output,
+            compare=compare,
+        )
+        # The user's mistakes are known by now, so that they do not wait for torch.
+        from .generate_command import run
+
+        run(request)
+
+
+@app.command("doctor")
+def doctor_command(
+    model: Annotated[
+        Path | None, typer.Option(help="Also say which softmax this local checkpoint gets.")
+    ] = None,
+    kernel_repo: KernelRepo = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Check versions, clashes, hardware and kernels, and say what to do about each problem."""
+    # The checks judge what the user set, not what we set for ourselves.
+    user_environment = dict(os.environ)
+    environment.configure()
+    with _readable_errors():
+        from .doctor import diagnose, has_problem, print_json, print_table
+
+        checks = diagnose(user_environment, model=model, kernel_repo=kernel_repo)
+        (print_json if as_json else print_table)(checks)
+        if has_problem(checks):
+            raise typer.Exit(1)
+
+
+@app.command("build")
+def build_command(
+    check: Annotated[
+        bool, typer.Option("--check", help="Only name the files that are out of date; exit 1 if any.")
+    ] = False,
+) -> None:
+    """Assemble the Kernels Hub build in build/ from the sources of this clone."""
+    with _readable_errors():
+        from .assemble import assemble, stale_files
+
+        root = Path(__file__).resolve().parents[2]
+        if not check:
+            for variant in assemble(root, root / "build"):
+                typer.echo(variant.relative_to(root))
+        elif stale := stale_files(root):
+            _print_error("\n".join(f"build/{path} is stale" for path in stale))
+            _print_error("run `make build` and commit build/")
+            raise typer.Exit(1)
+
+
+@app.command("check-tpu")
+def check_tpu_command() -> None:
+    """Compile every kernel ahead of time, at QwenImage's shapes, for every TPU generation."""
+    environment.configure()
+    with _readable_errors():
+        from .compile_check import report
+
+        if not report():
+            raise typer.Exit(1)
+
+
+@contextmanager
+def _readable_errors() -> Generator[None]:
+    """Turn the user's mistakes into one red message without a traceback, and Ctrl-C into exit code 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _print_error("interrupted")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except (ValueError, NotImplementedError, OSError) as error:
+        _print_error(str(error))
+        raise typer.Exit(EXIT_USER_ERROR) from None
+    except RuntimeError as error:
+        from .kernel_loader import KernelLoadError
+
+        if not isinstance(error, KernelLoadError):
+            raise
+        _print_error(str(error))
+        raise typer.Exit(EXIT_USER_ERROR) from None
+
+
+def _print_error(message: str) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True).print(Text(message, style="red"), soft_wrap=True)
+
+
+def main() -> None:
+    """The console script's entry point."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""From options to pictures: encode the text, denoise, decode, with or without our kernels."""
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from diffusers import QwenImagePipeline
+from PIL import Image
+
+from .kernel_loader import LoadedKernels, load_kernels
+from .options import GenerateOptions, check_size
+from .text_buckets import pad_to_bucket, smallest_bucket
+
+OnStep = Callable[[int], None]
+
+
+class Patch(Protocol):
+    """What the kernel package's `patch_transformer` returns."""
+
+    softmax: str
+    logit_bound: float
+
+    def undo(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class UsedKernels:
+    """Which kernels made a picture."""
+
+    repo: str
+    build_id: str
+    variant: str
+    softmax: str
+
+
+@dataclass(frozen=True)
+class GenerateResult:
+    """images: one per seed, by prompt. latents: those of the last step, float32 on the CPU, of shape
+    [images, image tokens, channels].
+
+    seconds: wall time by stage ("kernels", "text encoding", "denoising", "decoding"). kernels: None for
+    stock diffusers.
+    """
+
+    images: list[Image.Image]
+    latents: torch.Tensor
+    seconds: dict[str, float]
+    kernels: UsedKernels | None
+    options: GenerateOptions
+
+
+@dataclass
+class Stopwatch:
+    """Wall time by stage; a stage that is entered twice adds up."""
+
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+
+    @contextmanager
+    def stage(self, name: str) -> Generator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def attach_kernels(pipe: QwenImagePipeline, kernels: LoadedKernels) -> Patch:
+    """Replace the transformer's hot parts by the kernels, until the returned patch's `undo()`."""
+    return kernels.module.patch_transformer(pipe.transformer, implementation="kernel")
+
+
+def generate(
+    pipe: QwenImagePipeline,
+    options: GenerateOptions,
+    on_step: OnStep | None = None,
+    watch: Stopwatch | None = None,
+) -> GenerateResult:
+    """Run the pipeline once; it is left as it was found, also after an error.
+
+    on_step: called after each denoising step with the number of steps done. watch: may hold the time of
+    earlier stages, like loading.
+    Raises ValueError for a size or a prompt length that the model does not take, KernelLoadError if the
+    kernels cannot be loaded.
+    """
+    check_size(options.height, options.width, pipe.vae_scale_factor * 2)
+    bucket = text_bucket(pipe, options)
+    watch = watch or Stopwatch()
+    with ExitStack() as cleanup:
+        used = None
+        if options.kernels:
+            with watch.stage("kernels"):
+                loaded = load_kernels(options.kernel_repo)
+                patch = attach_kernels(pipe, loaded)
+            cleanup.callback(patch.undo)
+            used = UsedKernels(loaded.repo, loaded.build_id, loaded.variant, patch.softmax)
+        with watch.stage("text encoding"):
+            text = encode_text(pipe, options, bucket)
+        monitor = _DenoisingMonitor(options.steps, on_step)
+        # diffusers annotates its optional arguments as if they were required.
+        arguments: dict[str, Any] = {
+            **text,
+            "true_cfg_scale": options.true_cfg_scale,
+            "height": options.height,
+            "width": options.width,
+            "num_inference_steps": options.steps,
+            "generator": seeded_generators(options.seed, options.image_count),
+            "max_sequence_length": bucket,
+            "callback_on_step_end": monitor,
+        }
+        start = time.perf_counter()
+        output: Any = pipe(**arguments)
+        watch.seconds["denoising"] = monitor.finished - start
+        watch.seconds["decoding"] = time.perf_counter() - monitor.finished
+    return GenerateResult(output.images, monitor.latents, watch.seconds, used, options)
+
+
+def seeded_generators(seed: int, count: int) -> list[torch.Generator]:
+    """One CPU generator per picture, so that a picture depends on its own seed and not on its batch."""
+    return [torch.Generator("cpu").manual_seed(seed + index) for index in range(count)]
+
+
+def text_bucket(pipe: QwenImagePipeline, options: GenerateOptions) -> int:
+    """The bucket of all texts of a run, the negative prompt included: one shape for both CFG branches.
+
+    Raises ValueError for a prompt that is too long, where the pipeline would cut it off in silence.
+    """
+    texts = [*options.prompts]
+    if options.used_negative_prompt is not None:
+        texts.append(options.used_negative_prompt)
+    dropped = pipe.prompt_template_encode_start_idx
+    tokens = pipe.tokenizer([pipe.prompt_template_encode.format(text) for text in texts]).input_ids
+    return smallest_bucket(max(map(len, tokens)) - dropped, options.buckets)
+
+
+@torch.no_grad()
+def encode_text(pipe: QwenImagePipeline, options: GenerateOptions, bucket: int) -> dict[str, torch.Tensor]:
+    """The pipeline's text arguments: embeddings [images, bucket, dim] and masks [images, bucket].
+
+    Stock diffusers gets the same padding as the kernels, so that the two can be compared.
+    """
+
+    def encode(texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        embeds, mask = pad_to_bucket(*pipe.encode_prompt(texts, max_sequence_length=bucket), (bucket,))
+        # encode_prompt's own num_images_per_prompt orders embeddings [a, a, b, b] but masks [a, b, a, b].
+        copies = options.images_per_prompt
+        return embeds.repeat_interleave(copies, dim=0), mask.repeat_interleave(copies, dim=0)
+
+    embeds, mask = encode([*options.prompts])
+    arguments = {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
+    if options.used_negative_prompt is not None:
+        embeds, mask = encode([options.used_negative_prompt] * len(options.prompts))
+        arguments |= {"negative_prompt_embeds": embeds, "negative_prompt_embeds_mask": mask}
+    return arguments
+
+
+class _DenoisingMonitor:
+    """The pipeline's step callback: reports progress, and notes the end of denoising and its latents.
+
+    Copying the last latents to the CPU waits for the device, so that denoising and decoding are timed
+    apart; before the last step nothing is read from the device.
+    """
+
+    latents: torch.Tensor
+    finished: float
+
+    def __init__(self, steps: int, on_step: OnStep | None) -> None:
+        self._steps = steps
+        self._on_step = on_step
+
+    def __call__(
+        self, _pipe: QwenImagePipeline, step: int, _timestep: torch.Tensor, tensors: dict[str, Any]
+    ) -> dict[str, Any]:
+        done = step + 1
+        if done == self._steps:
+            self.latents = tensors["latents"].to("cpu", torch.float32, copy=True)
+            self.finished = time.perf_counter()
+        if self._on_step is not None:
+            self._on_step(done)
+        return tensors

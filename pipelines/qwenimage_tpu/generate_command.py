@@ -1,0 +1,76 @@
+"""What `qwenimage-tpu generate` does: load, generate with a progress bar, save, report."""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from diffusers import QwenImagePipeline
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from .comparison import compare
+from .generate import GenerateResult, OnStep, Stopwatch, generate
+from .kernel_loader import load_kernels
+from .loading import load_pipeline, move_pipeline
+from .options import GenerateOptions
+from .pictures import save_images
+from .request import Request
+
+
+def run(request: Request) -> None:
+    """Make the pictures, print where they are and how long each stage took. Raises what its parts raise."""
+    console = Console()
+    options = request.options
+    watch = Stopwatch()
+    if options.kernels:
+        # A fault of theirs must not wait for a large model; generate() then finds them loaded.
+        with watch.stage("kernels"):
+            load_kernels(options.kernel_repo)
+    with watch.stage("load"):
+        pipe = load_pipeline(request.model, request.demo, getattr(torch, request.dtype))
+        pipe = move_pipeline(pipe, request.device)
+    if options.guided and options.negative_prompt is None:
+        negative_prompt = options.used_negative_prompt
+        _say(
+            console,
+            f"true CFG {options.true_cfg_scale:g} with the default negative prompt {negative_prompt!r}",
+        )
+    result = _generate(pipe, options, "denoising", watch)
+    for path in save_images(result, request.output, model="demo" if request.model is None else request.model):
+        _say(console, f"wrote {path}")
+    _say(console, _describe_times(result.seconds))
+    _say(console, _describe_kernels(result))
+    if request.compare:
+        stock = _generate(pipe, replace(options, kernels=False), "denoising without kernels", Stopwatch())
+        _say(console, f"with and without kernels: {compare(result, stock)}")
+
+
+def _generate(
+    pipe: QwenImagePipeline, options: GenerateOptions, label: str, watch: Stopwatch
+) -> GenerateResult:
+    with _progress_bar(label, options.steps) as on_step:
+        return generate(pipe, options, on_step, watch)
+
+
+@contextmanager
+def _progress_bar(label: str, steps: int) -> Generator[OnStep]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(label, total=steps)
+        yield lambda done: progress.update(task, completed=done)
+
+
+def _describe_times(seconds: Mapping[str, float]) -> str:
+    return "time: " + ", ".join(f"{stage} {value:.2f} s" for stage, value in seconds.items())
+
+
+def _describe_kernels(result: GenerateResult) -> str:
+    if result.kernels is None:
+        return "kernels: none (stock diffusers)"
+    used = result.kernels
+    return f"kernels: {used.repo}, variant {used.variant}, build {used.build_id}, {used.softmax} softmax"
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)

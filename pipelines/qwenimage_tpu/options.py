@@ -1,0 +1,96 @@
+"""What the user asks for, checked before torch is imported or any model loaded."""
+
+import math
+from dataclasses import dataclass
+
+# Padded text lengths, in tokens: few, so that few programs are compiled.
+TEXT_BUCKETS = (128, 256, 512, 1024)
+# QwenImage: the VAE shrinks 8 times, the transformer takes 2x2 patches of what is left.
+SIZE_MULTIPLE = 16
+# diffusers' documented habit for true CFG without a negative prompt.
+DEFAULT_NEGATIVE_PROMPT = " "
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """One call of the pipeline: `images_per_prompt` pictures of each prompt.
+
+    Picture i (counted over all prompts) has the seed `seed + i`, so that it equals a run of its own.
+    `true_cfg_scale` > 1 turns on classifier-free guidance with `negative_prompt`, or with " " if that is
+    None. `text_bucket` fixes the padded text length; None takes the smallest of TEXT_BUCKETS that fits.
+    `kernel_repo` None means the default repository.
+    Raises ValueError with the rule, the value and the remedy.
+    """
+
+    prompts: tuple[str, ...]
+    negative_prompt: str | None = None
+    true_cfg_scale: float = 4.0
+    height: int = 1024
+    width: int = 1024
+    steps: int = 50
+    seed: int = 0
+    images_per_prompt: int = 1
+    text_bucket: int | None = None
+    kernels: bool = True
+    kernel_repo: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise ValueError("at least one prompt is needed, but none was given")
+        _check_at_least_one("steps", self.steps)
+        _check_at_least_one("images per prompt", self.images_per_prompt)
+        check_size(self.height, self.width)
+        self._check_guidance()
+        if self.text_bucket is not None and self.text_bucket not in TEXT_BUCKETS:
+            raise ValueError(f"the text bucket must be one of {TEXT_BUCKETS}, but is {self.text_bucket}")
+        if not 0 <= self.seed <= 2**63 - self.image_count:
+            raise ValueError(
+                f"the seeds of all {self.image_count} pictures must lie in [0, 2**63), but the first is"
+                f" {self.seed}; choose another seed"
+            )
+
+    def _check_guidance(self) -> None:
+        if not math.isfinite(self.true_cfg_scale):
+            raise ValueError(f"true_cfg_scale must be a finite number, but is {self.true_cfg_scale}")
+        if not self.guided and self.negative_prompt is not None:
+            raise ValueError(
+                f"a negative prompt only acts with true_cfg_scale > 1, but true_cfg_scale is"
+                f" {self.true_cfg_scale}; raise true_cfg_scale or leave the negative prompt out"
+            )
+
+    @property
+    def image_count(self) -> int:
+        return len(self.prompts) * self.images_per_prompt
+
+    @property
+    def guided(self) -> bool:
+        """Whether true CFG is on."""
+        return self.true_cfg_scale > 1
+
+    @property
+    def used_negative_prompt(self) -> str | None:
+        """The negative prompt that the model sees; None without true CFG."""
+        if not self.guided:
+            return None
+        return DEFAULT_NEGATIVE_PROMPT if self.negative_prompt is None else self.negative_prompt
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        return TEXT_BUCKETS if self.text_bucket is None else (self.text_bucket,)
+
+
+def check_size(height: int, width: int, multiple: int = SIZE_MULTIPLE) -> None:
+    """Raise ValueError, naming the nearest valid sizes, unless both are positive multiples of `multiple`."""
+    for name, value in (("height", height), ("width", width)):
+        if value <= 0 or value % multiple:
+            below = max(value // multiple, 0) * multiple
+            nearest = f"{below} or {below + multiple}" if below > 0 else f"{multiple}"
+            raise ValueError(
+                f"{name} must be a positive multiple of {multiple}, but is {value}; the nearest valid"
+                f" is {nearest}"
+            )
+
+
+def _check_at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, but is {value}")
