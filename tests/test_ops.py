@@ -206,7 +206,11 @@ def test_strided_inputs(kernels: ModuleType, name: str):
 
 
 def test_torch_tpu_gives_the_same_ops(kernels: ModuleType):
-    """With torch-tpu loaded the ops are its jax_ops: same schemas, opcheck passes, same results."""
+    """With torch-tpu loaded the ops are its jax_ops: same schemas, opcheck passes, same results.
+
+    And each lowers for a TPU through torch-tpu: its default fake, which ours replaces, does what the
+    first call on a TPU does.
+    """
     schemas = {name: str(op._schema) for name, (op, _) in raw_calls(kernels).items()}
     script = f"""
 import sys, warnings
@@ -215,7 +219,7 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 import torch, torch_tpu
 from torch.library import opcheck
 from qwenimage_tpu.kernel_loader import load_kernels
-from test_ops import OPS, arguments_of, raw_calls
+from test_ops import OPS, arguments_of, as_tuple, raw_calls
 kernels = load_kernels().module
 for name, (op, arguments) in raw_calls(kernels).items():
     assert str(op._schema) == {schemas!r}[name], op._schema
@@ -225,6 +229,11 @@ for name, (op, arguments) in raw_calls(kernels).items():
         getattr(kernels, name)(**keywords, implementation=i) for i in ("kernel", "reference")
     )
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    torch.tpu.pallas.jax_op("probe::" + name, getattr(kernels._jax_functions, name))
+    meta = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments[:-1]]
+    lowered = getattr(torch.ops.probe, name)(*meta, "kernel")
+    for result, tensor in zip(as_tuple(lowered), as_tuple(actual), strict=True):
+        assert (result.shape, result.dtype) == (tensor.shape, tensor.dtype), name
 print("checked", len(OPS))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)

@@ -210,10 +210,10 @@ def _real_rope(complex_forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     """A forward for the rotary embedding that gives ``(cos, sin)`` of the image and of the text.
 
     Each ``[1, tokens, 128]`` f32, a pair's value twice, from the model's own complex table. Computed on
-    the CPU once per shape and device; a compiled graph holds the tables as constants.
+    the CPU, once for the shapes in use; a compiled graph holds the tables as constants.
     """
 
-    @functools.cache
+    @functools.lru_cache(maxsize=16)  # an entry at 1024 x 1024 pixels is 4 MiB
     def tables(shapes: tuple[Any, ...], text_tokens: int, device: torch.device) -> tuple[layers.Rope, ...]:
         streams = complex_forward(_thaw(shapes), max_txt_seq_len=text_tokens, device=torch.device("cpu"))
 

@@ -133,7 +133,7 @@ def report(shapes: Sequence[JointShape] = QWENIMAGE_SHAPES) -> bool:
     cases = list(itertools.product(kernel_cases(), shapes, DTYPES, TOPOLOGIES))
     with Progress(console=Console(stderr=True)) as progress:
         results = [compile_case(*case) for case in progress.track(cases, description="compiling for TPU")]
-    console = Console()
+    console = Console(width=100)
     console.print(_summary(results, shapes))
     failures = [result for result in results if result.error]
     for r in failures:
@@ -144,9 +144,10 @@ def report(shapes: Sequence[JointShape] = QWENIMAGE_SHAPES) -> bool:
 
 def _summary(results: Sequence[CompileResult], shapes: Sequence[JointShape]) -> Table:
     """A row per kernel and dtype, a column per generation: how many of the shapes compiled."""
-    table = Table(title=f"ahead-of-time compilation at {', '.join(map(str, shapes))} tokens")
-    for column in ("kernel", "dtype", *(f"{name} ({TOPOLOGIES[name]})" for name in TOPOLOGIES), "seconds"):
-        table.add_column(column, justify="left" if column in ("kernel", "dtype") else "right")
+    table = Table(title=f"shapes compiled, of image + text tokens {', '.join(map(str, shapes))}")
+    table.add_column("kernel", no_wrap=True)
+    for column in ("dtype", *TOPOLOGIES, "seconds"):
+        table.add_column(column, justify="right", no_wrap=True)
     for (kernel, dtype), group in itertools.groupby(
         sorted(results, key=lambda r: (r.kernel, r.dtype)), key=lambda r: (r.kernel, r.dtype)
     ):
