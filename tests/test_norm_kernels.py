@@ -1,5 +1,6 @@
 """QK norm + RoPE, LayerNorm + modulation, gated residual and RMSNorm: interpret mode against float64."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 
 import qwenimage_tpu_pallas as kernels
 from accuracy import assert_as_accurate, in_float64
-from qwenimage_tpu_pallas import QKNormRopeConfig, RowConfig, reference
+from qwenimage_tpu_pallas import RowConfig, reference
 from qwenimage_tpu_pallas.layouts import HEAD_DIM
+from qwenimage_tpu_pallas.qk_norm_rope import norm_rope_vmem_bytes
+from qwenimage_tpu_pallas.row_blocks import norm_vmem_bytes
 from qwenimage_tpu_pallas.shapes import HEADS, TEXT_EMBEDDING_CHANNELS
 from qwenimage_tpu_pallas.vmem import VMEM_LIMIT_BYTES
 
@@ -118,7 +121,7 @@ def test_qk_norm_rope(
     for rows, n in ((1, image_tokens), (batch if per_row_text_tables else 1, text_tokens)):
         angle = np.repeat(rng.uniform(0, 100, (rows, n, HEAD_DIM // 2)), 2, axis=-1)
         tables += [jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32)]
-    check("qk_norm_rope", [*streams, *weights, *tables], QKNormRopeConfig(32), plain_norm_rope)
+    check("qk_norm_rope", [*streams, *weights, *tables], RowConfig(32), plain_norm_rope)
 
 
 @given(
@@ -171,22 +174,36 @@ def test_rows_of_one_value_are_not_divided_by_zero():
 @pytest.mark.parametrize("activations", [2, 4])
 def test_row_heuristic_fits_vmem(itemsize: int, activations: int):
     for channels in (HEADS * HEAD_DIM, TEXT_EMBEDDING_CHANNELS):
-        config = RowConfig.heuristic(4096, channels, itemsize, activations)
-        assert config.vmem_bytes(channels, itemsize, activations) <= VMEM_LIMIT_BYTES
+        estimate = functools.partial(
+            norm_vmem_bytes, channels=channels, itemsize=itemsize, activations=activations
+        )
+        assert estimate(RowConfig.heuristic(4096, estimate).block_rows) <= VMEM_LIMIT_BYTES
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("heads", [6, 12, 24])
 def test_norm_rope_heuristic_fits_vmem(itemsize: int, heads: int):
-    config = QKNormRopeConfig.heuristic(4096, heads * HEAD_DIM, itemsize)
-    assert config.vmem_bytes(heads * HEAD_DIM, itemsize) <= VMEM_LIMIT_BYTES
+    estimate = functools.partial(norm_rope_vmem_bytes, channels=heads * HEAD_DIM, itemsize=itemsize)
+    assert estimate(RowConfig.heuristic(4096, estimate).block_rows) <= VMEM_LIMIT_BYTES
 
 
-@pytest.mark.parametrize("config", [RowConfig, QKNormRopeConfig])
+def test_estimates_count_what_they_say():
+    """Two buffers of each block; q, k in and out of both streams, and their tables."""
+    assert norm_rope_vmem_bytes(32, 256, 2) == 2 * 8 * 32 * 256 * 2 + 2 * 4 * 32 * 128 * 4 + 8 * 32 * 128 * 4
+    vectors, index = 2 * 3 * 2 * 8 * 256 * 4, 2 * 32 * 128 * 4
+    assert norm_vmem_bytes(32, 256, 2, 3) == 2 * 3 * 32 * 256 * 2 + vectors + index + 3 * 32 * 256 * 4
+
+
+def test_the_heuristic_takes_no_more_rows_than_there_are():
+    assert RowConfig.heuristic(7, lambda rows: rows).block_rows == 16
+    assert RowConfig.heuristic(4096, lambda rows: rows).block_rows == 512
+    assert RowConfig.heuristic(4096, lambda rows: rows * VMEM_LIMIT_BYTES // 100).block_rows == 64
+
+
 @pytest.mark.parametrize("rows", [0, -16, 8])
-def test_block_rows_are_a_multiple_of_16(config: type, rows: int):
+def test_block_rows_are_a_multiple_of_16(rows: int):
     with pytest.raises(ValueError, match=rf"block_rows must be a positive multiple of 16, got {rows}"):
-        config(rows)
+        RowConfig(rows)
 
 
 def test_channels_that_do_not_fit_vmem_are_refused():

@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from . import vmem
 from .layouts import Ref
-from .row_blocks import RowConfig
+from .row_blocks import RowConfig, choose_block_rows, norm_vmem_bytes
 from .validation import check_gated_residual, check_modulation
 
 
@@ -61,21 +61,21 @@ def _call(
     x = activations[0]
     batch, tokens, channels = x.shape
     arrays = len(activations) + outputs
-    config = config or RowConfig.heuristic(tokens, channels, x.dtype.itemsize, arrays)
-    vmem.check_fits(
-        name, config.vmem_bytes(channels, x.dtype.itemsize, arrays), "use fewer channels per chip"
+    estimate = functools.partial(
+        norm_vmem_bytes, channels=channels, itemsize=x.dtype.itemsize, activations=arrays
     )
-    rows = pl.BlockSpec((None, config.block_rows, channels), lambda b, i: (b, i, 0))
+    block_rows = choose_block_rows(name, config, tokens, estimate)
+    rows = pl.BlockSpec((None, block_rows, channels), lambda b, i: (b, i, 0))
     choices = modulation[0].shape[0] // batch
     vector = pl.BlockSpec((choices, None, 1, channels), lambda b, _: (0, b, 0, 0))
     operands = [*activations, *(m.reshape(choices, batch, 1, channels) for m in modulation)]
     in_specs = [rows] * len(activations) + [vector] * len(modulation)
     if index is not None:
         operands.append(index[..., None])
-        in_specs.append(pl.BlockSpec((None, config.block_rows, 1), lambda b, i: (b, i, 0)))
+        in_specs.append(pl.BlockSpec((None, block_rows, 1), lambda b, i: (b, i, 0)))
     return pl.pallas_call(
         kernel,
-        grid=(batch, pl.cdiv(tokens, config.block_rows)),
+        grid=(batch, pl.cdiv(tokens, block_rows)),
         in_specs=in_specs,
         out_specs=[rows] * outputs,
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype)] * outputs,

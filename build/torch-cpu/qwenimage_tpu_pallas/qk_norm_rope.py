@@ -1,6 +1,5 @@
 """QK RMSNorm and RoPE in one pass over HBM, for both streams."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -10,37 +9,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from . import vmem
-from .layouts import HEAD_DIM, ROW_ALIGNMENT, JointRows, Ref, round_up
+from .layouts import HEAD_DIM, JointRows, Ref
+from .row_blocks import RowConfig, choose_block_rows
 from .validation import check_qk_norm_rope
 
 
-@dataclasses.dataclass(frozen=True)
-class QKNormRopeConfig:
-    """Tokens that a grid step works on, a multiple of 16, for either stream."""
-
-    block_rows: int
-
-    def __post_init__(self) -> None:
-        if self.block_rows <= 0 or self.block_rows % ROW_ALIGNMENT:
-            raise ValueError(
-                f"block_rows must be a positive multiple of {ROW_ALIGNMENT}, got {self.block_rows}"
-            )
-
-    @classmethod
-    def heuristic(cls, tokens: int, channels: int, itemsize: int) -> "QKNormRopeConfig":
-        """As many rows as fit, up to 512."""
-        config = cls(min(512, round_up(tokens, ROW_ALIGNMENT)))
-        while config.block_rows > ROW_ALIGNMENT and (
-            config.vmem_bytes(channels, itemsize) > vmem.VMEM_LIMIT_BYTES
-        ):
-            config = cls(round_up(config.block_rows // 2, ROW_ALIGNMENT))
-        return config
-
-    def vmem_bytes(self, channels: int, itemsize: int) -> int:
-        """Estimate: q and k in and out, cos and sin, of both streams, and one head's f32 values."""
-        activations = vmem.block_bytes([(8 * self.block_rows, channels)], itemsize)
-        tables = vmem.block_bytes([(4 * self.block_rows, HEAD_DIM)], 4)
-        return activations + tables + 8 * 4 * self.block_rows * HEAD_DIM
+def norm_rope_vmem_bytes(block_rows: int, channels: int, itemsize: int) -> int:
+    """Estimate: q and k in and out, cos and sin, of both streams, and one head's f32 values."""
+    activations = vmem.block_bytes([(8 * block_rows, channels)], itemsize)
+    tables = vmem.block_bytes([(4 * block_rows, HEAD_DIM)], 4)
+    return activations + tables + 8 * 4 * block_rows * HEAD_DIM
 
 
 def _norm_rope(
@@ -98,7 +76,7 @@ def qk_norm_rope(
     text_sin: jax.Array,
     *,
     eps: float = 1e-6,
-    config: QKNormRopeConfig | None = None,
+    config: RowConfig | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """RMSNorm of each head of q and k, then their rotary embedding, in f32 with one rounding.
@@ -136,17 +114,17 @@ def qk_norm_rope(
     batch, image_tokens, channels = image_query.shape
     text_tokens = text_query.shape[1]
     itemsize = image_query.dtype.itemsize
-    config = config or QKNormRopeConfig.heuristic(max(image_tokens, text_tokens), channels, itemsize)
-    vmem.check_fits("qk_norm_rope", config.vmem_bytes(channels, itemsize), "use fewer heads per chip")
-    rows = JointRows(image_tokens, text_tokens, config.block_rows, config.block_rows)
+    estimate = functools.partial(norm_rope_vmem_bytes, channels=channels, itemsize=itemsize)
+    block_rows = choose_block_rows("qk_norm_rope", config, max(image_tokens, text_tokens), estimate)
+    rows = JointRows(image_tokens, text_tokens, block_rows, block_rows)
 
     def activation(index: Callable[[jax.Array], jax.Array]) -> pl.BlockSpec:
-        return pl.BlockSpec((None, config.block_rows, channels), lambda b, step: (b, index(step), 0))
+        return pl.BlockSpec((None, block_rows, channels), lambda b, step: (b, index(step), 0))
 
     def table(values: jax.Array, index: Callable[[jax.Array], jax.Array]) -> pl.BlockSpec:
         shared = values.shape[0] == 1
         return pl.BlockSpec(
-            (None, config.block_rows, HEAD_DIM), lambda b, step: (0 if shared else b, index(step), 0)
+            (None, block_rows, HEAD_DIM), lambda b, step: (0 if shared else b, index(step), 0)
         )
 
     weight = pl.BlockSpec((1, HEAD_DIM), lambda *_: (0, 0))

@@ -4,7 +4,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-_BUILD_ID = "_qwenimage_tpu_kernels_cuda_ae7440416e"
+_BUILD_ID = "_qwenimage_tpu_kernels_cuda_1988203751"
 
 
 def _load():

@@ -3,7 +3,7 @@
 from . import reference
 from .attention import AttentionConfig, joint_attention
 from .modulation import gated_residual_layer_norm_modulate, layer_norm_modulate
-from .qk_norm_rope import QKNormRopeConfig, qk_norm_rope
+from .qk_norm_rope import qk_norm_rope
 from .rms_norm import rms_norm
 from .row_blocks import RowConfig
 from .softmax import BOUNDED_LIMIT, SOFTMAXES, checkpoint_logit_bound, choose_softmax, qk_norm_logit_bound
@@ -12,7 +12,6 @@ __all__ = [
     "BOUNDED_LIMIT",
     "SOFTMAXES",
     "AttentionConfig",
-    "QKNormRopeConfig",
     "RowConfig",
     "checkpoint_logit_bound",
     "choose_softmax",

@@ -1,5 +1,7 @@
 """RMSNorm of whole rows: the text embeddings', 3584 wide in QwenImage."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -7,7 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from . import vmem
 from .layouts import Ref
-from .row_blocks import RowConfig
+from .row_blocks import RowConfig, choose_block_rows, norm_vmem_bytes
 from .validation import check_rms_norm
 
 
@@ -37,20 +39,18 @@ def rms_norm(
     """
     check_rms_norm(x, weight)
     batch, tokens, channels = x.shape
-    config = config or RowConfig.heuristic(tokens, channels, x.dtype.itemsize, activations=2)
-    vmem.check_fits(
-        "rms_norm", config.vmem_bytes(channels, x.dtype.itemsize, 2), "use fewer channels per chip"
-    )
+    estimate = functools.partial(norm_vmem_bytes, channels=channels, itemsize=x.dtype.itemsize, activations=2)
+    block_rows = choose_block_rows("rms_norm", config, tokens, estimate)
 
     def kernel(x_ref: Ref, weight_ref: Ref, out_ref: Ref) -> None:
         wide = x_ref[...].astype(jnp.float32)
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
         out_ref[...] = (normed * weight_ref[...].astype(jnp.float32)).astype(out_ref.dtype)
 
-    rows = pl.BlockSpec((None, config.block_rows, channels), lambda b, i: (b, i, 0))
+    rows = pl.BlockSpec((None, block_rows, channels), lambda b, i: (b, i, 0))
     return pl.pallas_call(
         kernel,
-        grid=(batch, pl.cdiv(tokens, config.block_rows)),
+        grid=(batch, pl.cdiv(tokens, block_rows)),
         in_specs=[rows, pl.BlockSpec((1, channels), lambda *_: (0, 0))],
         out_specs=rows,
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
