@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -281,12 +282,12 @@ def test_command_builds_and_checks(tmp_path: Path) -> None:
     make_sources(tmp_path, factor=2.0)
     package = tmp_path / "pipelines" / "qwenimage_tpu"
     package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "assemble.py").write_bytes((ROOT / "pipelines/qwenimage_tpu/assemble.py").read_bytes())
+    for name in ("__init__.py", "assemble.py", "cli.py", "environment.py"):
+        shutil.copy(ROOT / "pipelines/qwenimage_tpu" / name, package)
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "qwenimage_tpu.assemble", *arguments],
+            [sys.executable, "-m", "qwenimage_tpu.cli", "build", *arguments],
             cwd=tmp_path / "pipelines",
             capture_output=True,
             text=True,
