@@ -18,7 +18,7 @@ from qwenimage_tpu_pallas.softmax import SOFTMAXES, Softmax
 from qwenimage_tpu_pallas.vmem import VMEM_LIMIT_BYTES
 
 RAGGED = [1, 7, 16, 31, 72, 127, 128, 129, 130, 300]
-SMALL_BLOCKS = AttentionConfig(block_q=128, block_q_text=128, block_kv=128)
+SMALL_BLOCKS = AttentionConfig(block_q=128, block_q_text=128, block_kv=128, block_kv_text=128)
 NAN, HUGE = math.nan, 1e30
 
 
@@ -213,11 +213,11 @@ def test_the_heuristic_fits_vmem(shape: JointShape, itemsize: int):
 
 
 def test_vmem_estimate_counts_what_it_says():
-    config = AttentionConfig(block_q=256, block_q_text=128, block_kv=128)
-    keys_and_values = 2 * (384 + 128) * HEAD_DIM
+    config = AttentionConfig(block_q=256, block_q_text=128, block_kv=256, block_kv_text=128)
+    keys_and_values = 2 * (512 + 128) * HEAD_DIM
     queries_and_outputs = 2 * (256 + 128) * HEAD_DIM
     scratch = 256 * (HEAD_DIM + 16) * 4
-    blocks_of_logits = 3 * 256 * 128 * 4
+    blocks_of_logits = 3 * 256 * 256 * 4
     assert config.vmem_bytes(300, 7, 2) == (
         2 * 2 * (keys_and_values + queries_and_outputs) + scratch + blocks_of_logits
     )
@@ -234,7 +234,7 @@ def test_keys_that_do_not_fit_vmem_are_refused():
 
 
 @pytest.mark.parametrize("value", [0, -128, 100])
-@pytest.mark.parametrize("field", ["block_q", "block_q_text", "block_kv"])
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(AttentionConfig)])
 def test_a_block_is_a_multiple_of_128(field: str, value: int):
     with pytest.raises(ValueError, match=rf"{field} must be a positive multiple of 128, got {value}"):
         dataclasses.replace(SMALL_BLOCKS, **{field: value})

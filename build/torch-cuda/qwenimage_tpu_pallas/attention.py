@@ -27,12 +27,14 @@ class AttentionConfig:
     Attributes:
         block_q: image queries a grid step works on.
         block_q_text: text queries a grid step works on.
-        block_kv: keys of one matmul.
+        block_kv: image keys of one matmul.
+        block_kv_text: text keys of one matmul.
     """
 
     block_q: int
     block_q_text: int
     block_kv: int
+    block_kv_text: int
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -46,27 +48,31 @@ class AttentionConfig:
         return cls(
             block_q=min(1024, round_up(image_tokens, LANES)),
             block_q_text=min(512, round_up(text_tokens, LANES)),
-            block_kv=min(512, round_up(max(image_tokens, text_tokens), LANES)),
+            block_kv=min(512, round_up(image_tokens, LANES)),
+            block_kv_text=min(512, round_up(text_tokens, LANES)),
         )
 
     def vmem_bytes(self, image_tokens: int, text_tokens: int, itemsize: int) -> int:
         """Estimate of the VMEM that a call with these token counts takes."""
-        keys = round_up(image_tokens, self.block_kv) + round_up(text_tokens, self.block_kv)
+        keys = round_up(image_tokens, self.block_kv) + round_up(text_tokens, self.block_kv_text)
         queries = self.block_q + self.block_q_text
         blocks = vmem.block_bytes([(2 * keys, HEAD_DIM), (2 * queries, HEAD_DIM)], itemsize)
         widest = max(self.block_q, self.block_q_text)
         # Accumulator and statistics, then logits and probabilities of one key block.
-        return blocks + 4 * widest * (HEAD_DIM + 2 * 8) + 3 * 4 * widest * self.block_kv
+        return (
+            blocks + 4 * widest * (HEAD_DIM + 2 * 8) + 3 * 4 * widest * max(self.block_kv, self.block_kv_text)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Keys:
-    """One stream's keys and values of a head, padded to the key block with whatever VMEM held."""
+    """One stream's keys and values of a head, padded to the block with whatever VMEM held."""
 
-    key_ref: Ref  # [tokens rounded up to block_kv, HEAD_DIM]
+    key_ref: Ref  # [tokens rounded up to block, HEAD_DIM]
     value_ref: Ref
     tokens: int
     valid: int | jax.Array
+    block: int
 
 
 def _dot(lhs: jax.Array, rhs: jax.Array, contract: tuple[int, int]) -> jax.Array:
@@ -79,11 +85,11 @@ def _dot(lhs: jax.Array, rhs: jax.Array, contract: tuple[int, int]) -> jax.Array
     )
 
 
-def _load_keys(keys: _Keys, start: jax.Array, block_kv: int, masked: bool) -> tuple[jax.Array, ...]:
-    """A block of keys and of values, ``[block_kv, HEAD_DIM]``, and which of them count, ``[block_kv, 1]``."""
-    rows = pl.ds(start, block_kv)
+def _load_keys(keys: _Keys, start: jax.Array, masked: bool) -> tuple[jax.Array, ...]:
+    """A block of keys and of values, ``[block, HEAD_DIM]``, and which of them count, ``[block, 1]``."""
+    rows = pl.ds(start, keys.block)
     key, value = keys.key_ref[rows, :], keys.value_ref[rows, :]
-    valid = start + jax.lax.broadcasted_iota(jnp.int32, (block_kv, 1), 0) < keys.valid
+    valid = start + jax.lax.broadcasted_iota(jnp.int32, (keys.block, 1), 0) < keys.valid
     if masked:
         # 0 * NaN is NaN, so a probability of 0 alone does not keep padding out of the sum. In f32,
         # because v5e selects no 16-bit vectors.
@@ -97,7 +103,6 @@ def _attend(
     shift: jax.Array,  # scalar, base 2
     scratch: tuple[Ref, ...],  # maximum and sum [1, widest], accumulator [HEAD_DIM, widest]
     *,
-    block_kv: int,
     softmax: Softmax,
     base2_scale: float,
 ) -> jax.Array:
@@ -108,8 +113,8 @@ def _attend(
     out_ref[...] = jnp.zeros(out_ref.shape, jnp.float32)
 
     def add_block(keys: _Keys, start: jax.Array, masked: bool) -> None:
-        key, value, valid = _load_keys(keys, start, block_kv, masked)
-        logits = _dot(key, query, (1, 1))  # [block_kv, block_q]
+        key, value, valid = _load_keys(keys, start, masked)
+        logits = _dot(key, query, (1, 1))  # [block, block_q]
         if base2_scale != 1:
             logits *= base2_scale
         if masked:
@@ -130,15 +135,15 @@ def _attend(
         out_ref[...] += _dot(value, weights, (0, 0))  # [HEAD_DIM, block_q]
 
     for keys in streams:
-        all_valid = keys.valid // block_kv if isinstance(keys.valid, int) else 0
+        all_valid = keys.valid // keys.block if isinstance(keys.valid, int) else 0
         for first, end, masked in (
             (0, all_valid, False),
-            (all_valid, pl.cdiv(keys.tokens, block_kv), True),
+            (all_valid, pl.cdiv(keys.tokens, keys.block), True),
         ):
 
             @pl.loop(first, end)
-            def _(block: jax.Array, keys: _Keys = keys, masked: bool = masked) -> None:
-                add_block(keys, pl.multiple_of(block * block_kv, block_kv), masked)
+            def _(index: jax.Array, keys: _Keys = keys, masked: bool = masked) -> None:
+                add_block(keys, pl.multiple_of(index * keys.block, keys.block), masked)
 
     return out_ref[...] / sum_ref[...]
 
@@ -161,15 +166,18 @@ def _kernel(
     base2_scale: float,
 ) -> None:
     streams = (
-        _Keys(image_key_ref, image_value_ref, rows.image_tokens, rows.image_tokens),
-        _Keys(text_key_ref, text_value_ref, rows.text_tokens, lengths_ref[pl.program_id(0)]),
+        _Keys(image_key_ref, image_value_ref, rows.image_tokens, rows.image_tokens, config.block_kv),
+        _Keys(
+            *(text_key_ref, text_value_ref, rows.text_tokens),
+            lengths_ref[pl.program_id(0)],
+            config.block_kv_text,
+        ),
     )
     attend = functools.partial(
         _attend,
         streams=streams,
         shift=jnp.maximum(bound_ref[0] * LOG2_E - LARGEST_EXPONENT, 0),
         scratch=scratch,
-        block_kv=config.block_kv,
         softmax=softmax,
         base2_scale=base2_scale,
     )
@@ -253,7 +261,7 @@ def joint_attention(
     image_rows = block(config.block_q, rows.image_index)
     text_rows = block(config.block_q_text, rows.text_index)
     image_keys = block(round_up(image_tokens, config.block_kv), lambda _: 0)
-    text_keys = block(round_up(text_tokens, config.block_kv), lambda _: 0)
+    text_keys = block(round_up(text_tokens, config.block_kv_text), lambda _: 0)
     widest = max(config.block_q, config.block_q_text)
     return pl.pallas_call(
         functools.partial(
