@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import itertools
+import pickle
 from types import ModuleType
 from typing import Any
 
@@ -298,6 +299,14 @@ def _half(model: Any) -> Any:
     return model.half()
 
 
+def _double(model: Any) -> Any:
+    return model.double()
+
+
+def _offloaded(model: Any) -> Any:
+    return accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+
+
 def _head_dim_64(_: Any) -> Any:
     return QwenImageTransformer2DModel(
         num_layers=1, num_attention_heads=2, attention_head_dim=64, joint_attention_dim=128,
@@ -311,7 +320,9 @@ def _head_dim_64(_: Any) -> Any:
         (_other_model, ValueError, r"expected a QwenImageTransformer2DModel, got Linear without"),
         (_meta, ValueError, "the weights are on the meta device; load them before patching"),
         (_no_norm, ValueError, r"expected q and k RMSNorms .* got none for \['norm_added_k'\]"),
-        (_half, NotImplementedError, "float16 is not supported; load the model in bfloat16 or float32"),
+        (_half, NotImplementedError, "weights must be bfloat16 or float32, got torch.float16; load the"),
+        (_double, NotImplementedError, "weights must be bfloat16 or float32, got torch.float64; load the"),
+        (_offloaded, ValueError, r"replaced already.*pipe\.remove_all_hooks\(\)"),
         (_head_dim_64, NotImplementedError, "heads must be 128 wide, as QwenImage's are, got 64"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -331,14 +342,36 @@ def test_a_block_called_by_hand_refuses_a_mask(kernels: ModuleType, model: Any):
         model.transformer_blocks[0](x, x, torch.ones(1, 16), torch.zeros(1, 256))
 
 
+def test_an_unknown_implementation_is_refused(kernels: ModuleType, model: Any):
+    with pytest.raises(ValueError, match=r"implementation must be one of .* got 'fast'"):
+        kernels.patch_transformer(model, implementation="fast")
+
+
+def test_text_beyond_the_rotary_table_is_refused(kernels: ModuleType, model: Any):
+    kernels.patch_transformer(model)
+    with pytest.raises(ValueError, match="text must have at most 4090 tokens beside this image"):
+        model.pos_embed([[(1, 12, 12)]], max_txt_seq_len=4091, device=torch.device("cpu"))
+
+
+def test_pickling_a_patched_model_is_refused(kernels: ModuleType, model: Any):
+    patch = kernels.patch_transformer(model)
+    with pytest.raises(TypeError, match=r"cannot be pickled.*save_pretrained\(\).*kernel_patch\.undo\(\)"):
+        pickle.dumps(model)
+    patch.undo()
+    pickle.dumps(model)
+
+
 def test_a_copy_is_patched_too(kernels: ModuleType, model: Any):
     kernels.patch_transformer(model)
     inputs = SMALL.inputs()
     patched = run(model, inputs)
     duplicate = copy.deepcopy(model)
+    model.kernel_patch.undo()
     for parameter in model.parameters():
         parameter.data.zero_()
     assert torch.equal(run(duplicate, inputs), patched)
+    duplicate.kernel_patch.undo()
+    assert relative_error(run(duplicate, inputs), patched) <= 1e-4
 
 
 # ---- caches, hooks, adapters
@@ -473,3 +506,16 @@ def test_one_block_program_for_all_blocks(kernels: ModuleType):
     for _ in range(2):
         torch.testing.assert_close(run(model, SMALL.inputs()), expected)
     assert counter.frame_count == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dynamic", [None, False])
+def test_compiles_again_for_other_shapes(kernels: ModuleType, dynamic: bool | None):
+    """A second text length or image size must not end fullgraph: torch then makes sizes symbols."""
+    torch.compiler.reset()
+    model = make_model("base")
+    kernels.patch_transformer(model)
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for text_tokens, image_tokens in ((12, 16), (20, 16), (31, 16), (31, 72), (31, 1024)):
+        inputs = Problem("base", False, text_tokens, image_tokens, 2, "padded").inputs()
+        torch.testing.assert_close(compiled(**inputs)[0], run(model, inputs))

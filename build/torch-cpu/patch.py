@@ -6,8 +6,10 @@ the norms around them, the attention processors, and the rotary embedding, which
 of complex numbers.
 """
 
+import copy
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
@@ -17,14 +19,16 @@ import torch
 from torch import nn
 
 from . import layers
+from .ops import check_implementation
 from .qwenimage_tpu_pallas import checkpoint_logit_bound, choose_softmax, qk_norm_logit_bound
 from .qwenimage_tpu_pallas.layouts import HEAD_DIM
 
+_ROPE_POSITIONS = 4096  # of diffusers' tables
 _NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 
 
 class Patch:
-    """A patch in place.
+    """A patch in place; the patched transformer holds it as `kernel_patch`.
 
     Attributes:
         softmax: the softmax that all layers run, "bounded" or "online".
@@ -45,6 +49,19 @@ class Patch:
             self._set_forward(block, layers.QwenImageTransformerBlock.forward)
             self._patch_attention(block.attn, bound)
         self._set_forward(transformer, _sorting_text(type(transformer).forward))
+        self._transformer = transformer
+        transformer.kernel_patch = self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a patched transformer cannot be pickled, as its forwards belong to this process; save it with"
+            " save_pretrained() or its state_dict(), or call kernel_patch.undo() first"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Patch":
+        duplicate = memo[id(self)] = object.__new__(Patch)
+        duplicate.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return duplicate
 
     def _set_forward(self, module: Any, function: Callable[..., Any]) -> None:
         forward = MethodType(function, module)
@@ -79,6 +96,7 @@ class Patch:
         for attn, processor in self._processors:
             attn.set_processor(processor)
             del attn.logit_bound
+        del self._transformer.kernel_patch
 
 
 def patch_transformer(transformer: Any, *, implementation: str = "kernel") -> Patch:
@@ -97,9 +115,11 @@ def patch_transformer(transformer: Any, *, implementation: str = "kernel") -> Pa
         The patch, which tells the softmax and can undo itself.
 
     Raises:
-        ValueError: not a QwenImage transformer, patched already, hooked already, or weights on meta.
-        NotImplementedError: a head size other than 128, or float16 weights.
+        ValueError: not a QwenImage transformer, patched already, hooked already, weights on meta, or an
+            unknown implementation.
+        NotImplementedError: a head size other than 128, or weights that are neither bf16 nor f32.
     """
+    check_implementation(implementation)
     _check_transformer(transformer)
     return Patch(transformer, implementation)
 
@@ -141,15 +161,16 @@ def _check_transformer(transformer: Any) -> None:
         )
     patched = [transformer, *(getattr(transformer, name) for name in expected[1:])]
     for block in transformer.transformer_blocks:
-        _check_attention(block.attn)
-        patched += [block, *(getattr(block.attn, name) for name in _NORMS)]
-    hooked = [module for module in patched if "forward" in vars(module)]
+        patched += [block, *(getattr(block.attn, name, None) for name in _NORMS)]
+    hooked = [module for module in patched if module is not None and "forward" in vars(module)]
     if hooked:
         raise ValueError(
             f"the forward of {len(hooked)} modules was replaced already, the first on"
             f" {type(hooked[0]).__name__}; patch once, and before adding caches or offloading hooks"
             " (patch.undo(), transformer.disable_cache(), pipe.remove_all_hooks())"
         )
+    for block in transformer.transformer_blocks:
+        _check_attention(block.attn)
 
 
 def _check_attention(attn: Any) -> None:
@@ -161,8 +182,10 @@ def _check_attention(attn: Any) -> None:
         raise ValueError("the weights are on the meta device; load them before patching")
     if weight.shape != (HEAD_DIM,):
         raise NotImplementedError(f"heads must be {HEAD_DIM} wide, as QwenImage's are, got {weight.numel()}")
-    if attn.to_q.weight.dtype == torch.float16:
-        raise NotImplementedError("float16 is not supported; load the model in bfloat16 or float32")
+    if weight.dtype not in (torch.bfloat16, torch.float32):
+        raise NotImplementedError(
+            f"weights must be bfloat16 or float32, got {weight.dtype}; load the model in one of these"
+        )
 
 
 def _weight(self: Any) -> torch.Tensor:
@@ -210,12 +233,13 @@ def _real_rope(complex_forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     """A forward for the rotary embedding that gives ``(cos, sin)`` of the image and of the text.
 
     Each ``[1, tokens, 128]`` f32, a pair's value twice, from the model's own complex table. Computed on
-    the CPU, once for the shapes in use; a compiled graph holds the tables as constants.
+    the CPU, once for the image sizes in use; a compiled graph holds the tables as constants.
     """
 
-    @functools.lru_cache(maxsize=16)  # an entry at 1024 x 1024 pixels is 4 MiB
-    def tables(shapes: tuple[Any, ...], text_tokens: int, device: torch.device) -> tuple[layers.Rope, ...]:
-        streams = complex_forward(_thaw(shapes), max_txt_seq_len=text_tokens, device=torch.device("cpu"))
+    @functools.lru_cache(maxsize=8)  # at 1024 x 1024 pixels 8 MiB each, a half of it the text's
+    def tables(shapes: tuple[Any, ...], device: torch.device) -> tuple[layers.Rope, ...]:
+        # Asked for more positions than there are, the model gives all that the image leaves.
+        streams = complex_forward(_thaw(shapes), max_txt_seq_len=_ROPE_POSITIONS, device=torch.device("cpu"))
 
         def table(part: torch.Tensor) -> torch.Tensor:
             return part.float().repeat_interleave(2, dim=-1)[None].to(device)
@@ -223,20 +247,29 @@ def _real_rope(complex_forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
         return tuple((table(freqs.real), table(freqs.imag)) for freqs in streams)
 
     @torch.compiler.assume_constant_result
-    def constant_tables(shapes: tuple[Any, ...], text_tokens: int, device: torch.device) -> Any:
-        return tables(shapes, text_tokens, device)
+    def constant_tables(shapes: tuple[Any, ...], device: torch.device) -> Any:
+        return tables(shapes, device)
 
     def forward(_: nn.Module, video_fhw: Any, max_txt_seq_len: int, device: torch.device) -> Any:
-        return constant_tables(_freeze(video_fhw), max_txt_seq_len, device)
+        image, (cos, sin) = constant_tables(_freeze(video_fhw), device)
+        if max_txt_seq_len > cos.shape[1]:
+            raise ValueError(
+                f"text must have at most {cos.shape[1]} tokens beside this image, as RoPE has"
+                f" {_ROPE_POSITIONS} positions, got {max_txt_seq_len}"
+            )
+        return image, (cos[:, :max_txt_seq_len], sin[:, :max_txt_seq_len])
 
     return forward
 
 
 def _freeze(value: Any) -> Any:
-    """Lists as tuples marked as lists, so that shapes can be looked up and given back as they came."""
+    """Lists as tuples marked as lists, so that shapes can be looked up and given back as they came.
+
+    `index` makes torch.compile treat a size that differs from call to call as a constant all the same.
+    """
     if isinstance(value, list):
         return ("list", *(_freeze(item) for item in value))
-    return tuple(value)
+    return tuple(operator.index(size) for size in value)
 
 
 def _thaw(value: tuple[Any, ...]) -> Any:

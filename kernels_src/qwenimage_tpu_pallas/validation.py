@@ -66,7 +66,7 @@ def _require_same(name: str, x: Array, like_name: str, like: Array) -> None:
         )
 
 
-def _check_streams(tensors: Mapping[str, Array]) -> None:
+def check_streams(tensors: Mapping[str, Array]) -> None:
     """Image tensors alike, text tensors alike, and both streams of one batch, width and dtype."""
     image_name, text_name = "image_query", "text_query"
     for name in (image_name, text_name):
@@ -99,7 +99,7 @@ def check_joint_attention(
     softmax: str,
 ) -> None:
     """Raise for arguments that `joint_attention` does not take."""
-    _check_streams(
+    check_streams(
         {
             "image_query": image_query,
             "image_key": image_key,
@@ -128,7 +128,7 @@ def check_qk_norm_rope(
     tables: Mapping[str, Array],
 ) -> None:
     """Raise for arguments that `qk_norm_rope` does not take."""
-    _check_streams(
+    check_streams(
         {
             "image_query": image_query,
             "image_key": image_key,

@@ -19,12 +19,19 @@ from .qwenimage_tpu_pallas.layouts import HEAD_DIM
 IMPLEMENTATIONS = ("kernel", "interpret", "reference")
 
 
-def _resolve(implementation: str, **tensors: torch.Tensor | None) -> str:
-    """The op's implementation for these tensors, once they share a device and need no gradient."""
+def check_implementation(implementation: str) -> None:
+    """Raise ValueError for an implementation that the functions here do not have."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
-    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    (first_name, first), *others = present.items()
+
+
+def _resolve(implementation: str, **tensors: torch.Tensor) -> str:
+    """The op's implementation for these tensors, once they share a device and need no gradient."""
+    check_implementation(implementation)
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; convert it first")
+    (first_name, first), *others = tensors.items()
     for name, tensor in others:
         if tensor.device != first.device:
             raise ValueError(
@@ -33,13 +40,22 @@ def _resolve(implementation: str, **tensors: torch.Tensor | None) -> str:
             )
     _check_device(first.device)
     if torch.is_grad_enabled():
-        for name, tensor in present.items():
+        for name, tensor in tensors.items():
             if tensor.requires_grad:
                 raise NotImplementedError(
                     f"these kernels have no backward pass, but {name} requires grad and grad mode is on;"
                     " call them under torch.no_grad()"
                 )
     return "interpret" if implementation == "kernel" and first.device.type == "cpu" else implementation
+
+
+def _optional(**tensors: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def _check_number(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a finite number above 0, got {value}")
 
 
 def _check_device(device: torch.device) -> None:
@@ -136,6 +152,17 @@ def joint_attention(
             a bounded softmax is asked for with a number as bound that does not allow it.
         NotImplementedError: another dtype, head size or device, keys that do not fit VMEM, or gradients.
     """
+    _check_number("scale", scale)
+    streams = {
+        "image_query": image_query,
+        "image_key": image_key,
+        "image_value": image_value,
+        "text_query": text_query,
+        "text_key": text_key,
+        "text_value": text_value,
+    }
+    resolved = _resolve(implementation, **streams)
+    validation.check_streams(streams)
     if text_lengths is None:
         text_lengths = torch.full(
             image_query.shape[:1], text_query.shape[1], dtype=torch.int32, device=image_query.device
@@ -155,17 +182,8 @@ def joint_attention(
             )
         softmax = softmax or allowed
         logit_bound = torch.full((1,), logit_bound, dtype=torch.float32, device=image_query.device)
-    tensors = {
-        "image_query": image_query,
-        "image_key": image_key,
-        "image_value": image_value,
-        "text_query": text_query,
-        "text_key": text_key,
-        "text_value": text_value,
-        "text_lengths": text_lengths,
-        "logit_bound": logit_bound,
-    }
-    resolved = _resolve(implementation, **tensors)
+    tensors = {**streams, "text_lengths": text_lengths, "logit_bound": logit_bound}
+    _resolve(implementation, **tensors)
     validation.check_joint_attention(**tensors, softmax=softmax)
     _check_lengths(text_lengths, text_query.shape[1])
     return _joint_attention(*tensors.values(), softmax, scale, resolved)
@@ -231,12 +249,22 @@ def qk_norm_rope(
         "text_query_weight": text_query_weight,
         "text_key_weight": text_key_weight,
     }
-    image_cos, image_sin = image_rope
-    text_cos, text_sin = text_rope
+    image_cos, image_sin = _cos_and_sin("image_rope", image_rope)
+    text_cos, text_sin = _cos_and_sin("text_rope", text_rope)
     tables = {"image_cos": image_cos, "image_sin": image_sin, "text_cos": text_cos, "text_sin": text_sin}
+    _check_number("eps", eps)
     resolved = _resolve(implementation, **streams, **weights, **tables)
     validation.check_qk_norm_rope(**streams, weights=weights, tables=tables)
     return _qk_norm_rope(*streams.values(), *weights.values(), *tables.values(), eps, resolved)
+
+
+def _cos_and_sin(name: str, rope: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    if isinstance(rope, torch.Tensor) or len(rope) != 2:
+        raise ValueError(
+            f"{name} must be the two tensors cos and sin; of a complex table these are its real and imaginary"
+            " part, each pair's value twice"
+        )
+    return rope
 
 
 def layer_norm_modulate(
@@ -268,7 +296,8 @@ def layer_norm_modulate(
         NotImplementedError: another dtype or device, channels that are no multiple of 128 or do not
             fit VMEM, or gradients.
     """
-    resolved = _resolve(implementation, x=x, shift=shift, scale=scale, index=index)
+    _check_number("eps", eps)
+    resolved = _resolve(implementation, x=x, shift=shift, scale=scale, **_optional(index=index))
     validation.check_modulation(x, {"shift": shift, "scale": scale}, index)
     return _layer_norm_modulate(x, shift, scale, index, eps, resolved)
 
@@ -300,7 +329,8 @@ def gated_residual_layer_norm_modulate(
             fit VMEM, or gradients.
     """
     modulation = {"gate": gate, "shift": shift, "scale": scale}
-    resolved = _resolve(implementation, x=x, branch=branch, **modulation, index=index)
+    _check_number("eps", eps)
+    resolved = _resolve(implementation, x=x, branch=branch, **modulation, **_optional(index=index))
     validation.check_gated_residual(x, branch, modulation, index)
     return _gated_residual_layer_norm_modulate(x, branch, gate, shift, scale, index, eps, resolved)
 
@@ -324,6 +354,7 @@ def rms_norm(
         NotImplementedError: another dtype or device, channels that are no multiple of 128 or do not
             fit VMEM, or gradients.
     """
+    _check_number("eps", eps)
     resolved = _resolve(implementation, x=x, weight=weight)
     validation.check_rms_norm(x, weight)
     return _rms_norm(x, weight, eps, resolved)
