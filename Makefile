@@ -1,4 +1,4 @@
-# On a fresh machine `make demo` and `make test` set up everything: all they need is make, gcc and
+# On a fresh machine `make demo` and `make test` set up everything: all they need is make and
 # Python 3.12 or newer as `python3` (or say: make PYTHON=/path/to/python3.12 ...).
 
 PYTHON ?= python3

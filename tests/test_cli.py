@@ -37,7 +37,7 @@ def test_a_picture_without_kernels(tmp_path: Path):
     assert result.exit_code == 0, result.output
     assert f"wrote {output}" in result.stdout
     assert "true CFG 4 with the default negative prompt ' '" in result.stdout
-    assert "time: load" in result.stdout
+    assert "time: imports" in result.stdout
     assert "decoding" in result.stdout
     assert "kernels: none (stock diffusers)" in result.stdout
     assert "2/2" in result.stderr
@@ -81,15 +81,19 @@ def test_several_pictures(tmp_path: Path):
     ("arguments", "message"),
     [
         ([], "exactly one of a model and the demo is needed, but neither was given; pass --model"),
-        (["--demo", "--model", "x/y"], "exactly one of a model and the demo is needed, but both was given"),
+        (["--demo", "--model", "x/y"], "exactly one of a model and the demo is needed, but both were given"),
         (["--demo", "-o", "fox.jpg"], "written as PNG, but the output path fox.jpg ends in .jpg"),
         (["--demo", "--height", "100"], "height must be a positive multiple of 16, but is 100"),
         (["--demo", "--steps", "0"], "steps must be at least 1, but is 0"),
         (["--demo", "--true-cfg-scale", "1", "--negative-prompt", "blur"], "raise true_cfg_scale or leave"),
         (["--demo", "--no-kernels", "--compare"], "--compare needs the kernels, but --no-kernels was given"),
         (["--demo", "--no-kernels", "--kernel-repo", "x/y"], "--kernel-repo needs the kernels"),
-        (["--model", "./none", "--no-kernels"], "./none is neither an existing folder nor a Hub id"),
+        (["--model", "./none", "--no-kernels"], "'./none' is neither an existing folder nor a Hub id"),
+        (["--model", ""], "'' is neither an existing folder nor a Hub id"),
         (["--demo", "--kernel-repo", "./none"], "'./none' is neither"),
+        (["--demo", "-o", "/dev/full"], "a picture cannot replace /dev/full, which is no ordinary file"),
+        (["--demo", "-o", "/proc/fox.png"], "cannot be written to /proc/fox.png: /proc takes no new file"),
+        (["--demo", "-o", f"{__file__}/fox.png"], "takes no new file (Not a directory); choose another"),
     ],
 )
 def test_mistakes_are_one_message_and_exit_code_2(arguments: list[str], message: str):

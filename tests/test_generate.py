@@ -41,9 +41,14 @@ def options(**changes: Any) -> GenerateOptions:
         ({"height": 1000}, "height must be a positive multiple of 16, but is 1000; .* 992 or 1008"),
         ({"width": 7}, "width must be a positive multiple of 16, but is 7; the nearest valid is 16"),
         ({"height": -16}, "height must be a positive multiple of 16, but is -16; the nearest valid is 16"),
-        ({"seed": -1}, r"must lie in \[0, 2\*\*63\), but the first is -1"),
-        ({"seed": 2**63 - 1, "images_per_prompt": 2}, "the seeds of all 2 pictures must lie in"),
-        ({"true_cfg_scale": float("nan")}, "true_cfg_scale must be a finite number, but is nan"),
+        ({"seed": -1}, r"must lie in \[0, 2\*\*63\), but the first of 1 is -1"),
+        ({"seed": 2**63 - 1, "images_per_prompt": 2}, r"must lie in \[0, 2\*\*63\), but the first of 2 is"),
+        (
+            {"true_cfg_scale": float("nan")},
+            "true_cfg_scale must be a finite number of at least 1, but is nan",
+        ),
+        ({"true_cfg_scale": 0.5}, r"at least 1, but is 0\.5; 1 turns guidance off"),
+        ({"prompts": ("\ud800",)}, r"a prompt must be valid Unicode text, but '\\ud800' is not"),
         (
             {"true_cfg_scale": 1.0, "negative_prompt": "blur"},
             "only acts with true_cfg_scale > 1, but true_cfg_scale is 1.0; raise true_cfg_scale or leave",
@@ -56,13 +61,32 @@ def test_bad_options(changes: dict[str, Any], message: str):
         options(**changes)
 
 
+def test_one_step_of_a_stretched_schedule(pipe: QwenImagePipeline):
+    with pytest.raises(ValueError, match="scheduler needs at least 2 steps"):
+        generate(pipe, options(steps=1))
+
+
+def test_the_text_that_is_too_long_is_named(pipe: QwenImagePipeline):
+    with pytest.raises(ValueError, match=r"'very very .*'\.\.\.: a text must fit the largest bucket of 1024"):
+        generate(pipe, options(negative_prompt="very " * 2000))
+
+
+def test_latents_that_are_not_finite_are_no_picture(pipe: QwenImagePipeline, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pipe.transformer.proj_out.bias, "data", torch.full((64,), torch.nan))
+    with (
+        pytest.raises(FloatingPointError, match="latents are not finite"),
+        pytest.warns(RuntimeWarning, match="invalid value encountered in cast"),
+    ):
+        generate(pipe, options(kernels=False))
+
+
 def test_last_valid_seed():
     assert options(seed=2**63 - 2, images_per_prompt=2).image_count == 2
 
 
 @pytest.mark.parametrize(
     ("scale", "given", "used"),
-    [(4.0, None, " "), (4.0, "", ""), (1.5, "blur", "blur"), (1.0, None, None), (0.0, None, None)],
+    [(4.0, None, " "), (4.0, "", ""), (1.5, "blur", "blur"), (1.0, None, None)],
 )
 def test_true_cfg_is_never_dropped_in_silence(scale: float, given: str | None, used: str | None):
     assert options(true_cfg_scale=scale, negative_prompt=given).used_negative_prompt == used
@@ -260,7 +284,7 @@ def test_a_picture_is_written_whole_or_not_at_all(
 
 @pytest.mark.parametrize(
     ("model", "demo", "message"),
-    [(None, False, "neither was given; pass --model"), ("x/y", True, "both was")],
+    [(None, False, "neither was given; pass --model"), ("x/y", True, "both were")],
 )
 def test_exactly_one_of_model_and_demo(model: str | None, demo: bool, message: str):
     with pytest.raises(ValueError, match=message):
@@ -282,7 +306,7 @@ def test_another_pipelines_folder(tmp_path: Path):
 
 def test_neither_folder_nor_hub_id():
     with pytest.raises(
-        FileNotFoundError, match=r"./no/such/folder is neither an existing folder nor a Hub id"
+        FileNotFoundError, match=r"'\./no/such/folder' is neither an existing folder nor a Hub id"
     ):
         loading.load_pipeline("./no/such/folder", False, torch.float32)
 

@@ -1,6 +1,7 @@
 """The command `qwenimage-tpu`. Heavy imports happen inside the commands, so that --help is instant."""
 
 import os
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -93,9 +94,11 @@ def generate_command(
             compare=compare,
         )
         # The user's mistakes are known by now, so that they do not wait for torch.
-        from .generate_command import run
+        started = time.perf_counter()
+        with _status("loading torch and diffusers"):
+            from .generate_command import run
 
-        run(request)
+        run(request, import_seconds=time.perf_counter() - started)
 
 
 @app.command("doctor")
@@ -158,7 +161,7 @@ def _readable_errors() -> Generator[None]:
     except KeyboardInterrupt:
         _print_error("interrupted")
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    except (ValueError, NotImplementedError, OSError) as error:
+    except (ValueError, NotImplementedError, FloatingPointError, OSError) as error:
         _print_error(str(error))
         raise typer.Exit(EXIT_USER_ERROR) from None
     except RuntimeError as error:
@@ -168,6 +171,14 @@ def _readable_errors() -> Generator[None]:
             raise
         _print_error(str(error))
         raise typer.Exit(EXIT_USER_ERROR) from None
+
+
+@contextmanager
+def _status(message: str) -> Generator[None]:
+    from rich.console import Console
+
+    with Console(stderr=True).status(message):
+        yield
 
 
 def _print_error(message: str) -> None:

@@ -79,7 +79,10 @@ def print_table(checks: Sequence[Check]) -> None:
         # Text, so that brackets in a message are not taken for markup.
         status = Text(check.status, style=STYLES[check.status])
         table.add_row(Text(check.name), status, Text(check.found), Text(check.remedy))
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160  # ids and commands in one piece, to be searched and copied
+    console.print(table)
 
 
 def print_json(checks: Sequence[Check]) -> None:

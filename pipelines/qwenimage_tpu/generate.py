@@ -84,6 +84,7 @@ def generate(
     kernels cannot be loaded.
     """
     check_size(options.height, options.width, pipe.vae_scale_factor * 2)
+    _check_steps(pipe, options.steps)
     bucket = text_bucket(pipe, options)
     watch = watch or Stopwatch()
     with ExitStack() as cleanup:
@@ -112,7 +113,20 @@ def generate(
         output: Any = pipe(**arguments)
         watch.seconds["denoising"] = monitor.finished - start
         watch.seconds["decoding"] = time.perf_counter() - monitor.finished
+    if not monitor.latents.isfinite().all():
+        raise FloatingPointError(
+            "the model's latents are not finite, so there is no picture; try --dtype float32, or --no-kernels"
+            " to see whether the kernels are to blame"
+        )
     return GenerateResult(output.images, monitor.latents, watch.seconds, used, options)
+
+
+def _check_steps(pipe: QwenImagePipeline, steps: int) -> None:
+    # diffusers stretches the schedule between its first and its last step, and divides zero by zero.
+    if steps == 1 and pipe.scheduler.config.get("shift_terminal"):
+        raise ValueError(
+            "this model's scheduler needs at least 2 steps (it has a shift_terminal), but steps is 1"
+        )
 
 
 def seeded_generators(seed: int, count: int) -> list[torch.Generator]:
@@ -129,8 +143,14 @@ def text_bucket(pipe: QwenImagePipeline, options: GenerateOptions) -> int:
     if options.used_negative_prompt is not None:
         texts.append(options.used_negative_prompt)
     dropped = pipe.prompt_template_encode_start_idx
-    tokens = pipe.tokenizer([pipe.prompt_template_encode.format(text) for text in texts]).input_ids
-    return smallest_bucket(max(map(len, tokens)) - dropped, options.buckets)
+    buckets: list[int] = []
+    for text in texts:
+        tokens = len(pipe.tokenizer(pipe.prompt_template_encode.format(text)).input_ids) - dropped
+        try:
+            buckets.append(smallest_bucket(tokens, options.buckets))
+        except ValueError as error:
+            raise ValueError(f"{text[:40]!r}...: {error}") from error
+    return max(buckets)
 
 
 @torch.no_grad()

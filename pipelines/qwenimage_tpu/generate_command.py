@@ -18,11 +18,11 @@ from .pictures import save_images
 from .request import Request
 
 
-def run(request: Request) -> None:
+def run(request: Request, import_seconds: float) -> None:
     """Make the pictures, print where they are and how long each stage took. Raises what its parts raise."""
     console = Console()
     options = request.options
-    watch = Stopwatch()
+    watch = Stopwatch({"imports": import_seconds})
     if options.kernels:
         # A fault of theirs must not wait for a large model; generate() then finds them loaded.
         with watch.stage("kernels"):

@@ -12,11 +12,10 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from .environment import has_tpu
-from .request import check_model_choice
+from .request import INDEX_FILE, check_local_model, check_model_choice
 from .tiny import tiny_pipeline
 
 PIPELINE_CLASS = "QwenImagePipeline"
-INDEX_FILE = "model_index.json"
 
 
 def load_pipeline(model: str | None, demo: bool, dtype: torch.dtype) -> QwenImagePipeline:
@@ -47,12 +46,8 @@ def _check_pipeline_class(model: str) -> None:
 
 
 def _read_index(model: str) -> dict[str, Any]:
+    check_local_model(model)
     path = Path(model) / INDEX_FILE if Path(model).is_dir() else Path(_download_index(model))
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"a model folder must hold {INDEX_FILE}, but {model} does not; pass the folder that"
-            " save_pretrained wrote, not one of its parts"
-        )
     return json.loads(path.read_text(encoding="utf-8"))
 
 

@@ -37,6 +37,8 @@ class GenerateOptions:
     def __post_init__(self) -> None:
         if not self.prompts:
             raise ValueError("at least one prompt is needed, but none was given")
+        for prompt in (*self.prompts, self.negative_prompt or ""):
+            _check_unicode(prompt)
         _check_at_least_one("steps", self.steps)
         _check_at_least_one("images per prompt", self.images_per_prompt)
         check_size(self.height, self.width)
@@ -45,13 +47,16 @@ class GenerateOptions:
             raise ValueError(f"the text bucket must be one of {TEXT_BUCKETS}, but is {self.text_bucket}")
         if not 0 <= self.seed <= 2**63 - self.image_count:
             raise ValueError(
-                f"the seeds of all {self.image_count} pictures must lie in [0, 2**63), but the first is"
+                f"every picture's seed must lie in [0, 2**63), but the first of {self.image_count} is"
                 f" {self.seed}; choose another seed"
             )
 
     def _check_guidance(self) -> None:
-        if not math.isfinite(self.true_cfg_scale):
-            raise ValueError(f"true_cfg_scale must be a finite number, but is {self.true_cfg_scale}")
+        if not 1 <= self.true_cfg_scale < math.inf:
+            raise ValueError(
+                f"true_cfg_scale must be a finite number of at least 1, but is {self.true_cfg_scale}; 1 turns"
+                " guidance off"
+            )
         if not self.guided and self.negative_prompt is not None:
             raise ValueError(
                 f"a negative prompt only acts with true_cfg_scale > 1, but true_cfg_scale is"
@@ -89,6 +94,15 @@ def check_size(height: int, width: int, multiple: int = SIZE_MULTIPLE) -> None:
                 f"{name} must be a positive multiple of {multiple}, but is {value}; the nearest valid"
                 f" is {nearest}"
             )
+
+
+def _check_unicode(prompt: str) -> None:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"a prompt must be valid Unicode text, but {prompt!r} is not ({error.reason})"
+        ) from error
 
 
 def _check_at_least_one(name: str, value: int) -> None:

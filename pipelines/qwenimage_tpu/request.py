@@ -1,9 +1,14 @@
 """The command line of `generate` as one value, checked before anything heavy is imported."""
 
+import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from .options import GenerateOptions
+
+INDEX_FILE = "model_index.json"
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +25,10 @@ class Request:
 
     def __post_init__(self) -> None:
         check_model_choice(self.model, self.demo)
+        if self.model is not None:
+            check_local_model(self.model)
         check_output(self.output)
+        check_writable(self.output)
         if not self.options.kernels:
             self._check_no_kernel_flags()
 
@@ -33,9 +41,9 @@ class Request:
 def check_model_choice(model: str | None, demo: bool) -> None:
     """Raise ValueError unless exactly one of a model and the demo is chosen."""
     if (model is not None) == demo:
-        given = "both" if demo else "neither"
+        given = "both were" if demo else "neither was"
         raise ValueError(
-            f"exactly one of a model and the demo is needed, but {given} was given; pass --model with a local"
+            f"exactly one of a model and the demo is needed, but {given} given; pass --model with a local"
             " folder or a Hub id like Qwen/Qwen-Image, or --demo for a tiny built-in model"
         )
 
@@ -47,6 +55,40 @@ def check_output(output: Path) -> None:
             f"pictures are written as PNG, but the output path {output} ends in {output.suffix};"
             " end it in .png, or name a folder"
         )
+
+
+def check_writable(output: Path) -> None:
+    """Raise OSError unless a picture can be written there; leaves nothing behind.
+
+    Asked before the work, so that no picture is lost at its end.
+    """
+    if output.exists() and not (output.is_file() or output.is_dir()):
+        raise OSError(
+            f"a picture cannot replace {output}, which is no ordinary file; choose another --output"
+        )
+    folder = output if output.is_dir() or not output.suffix else output.parent
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OSError(
+            f"pictures cannot be written to {output}: {folder} takes no new file ({error.strerror}); choose"
+            " another --output"
+        ) from error
+
+
+def check_local_model(model: str) -> None:
+    """Raise OSError when `model` is a local path without a model in it; what looks like a Hub id passes."""
+    folder = Path(model)
+    if folder.is_dir() and model:
+        if not (folder / INDEX_FILE).is_file():
+            raise FileNotFoundError(
+                f"a model folder must hold {INDEX_FILE}, but {model} does not; pass the folder that"
+                " save_pretrained wrote, not one of its parts"
+            )
+    elif not HUB_ID.fullmatch(model):
+        raise FileNotFoundError(f"{model!r} is neither an existing folder nor a Hub id like Qwen/Qwen-Image")
 
 
 def picture_paths(output: Path, count: int) -> list[Path]:

@@ -13,8 +13,7 @@ def smallest_bucket(tokens: int, buckets: Sequence[int] = TEXT_BUCKETS) -> int:
     fitting = [bucket for bucket in buckets if bucket >= tokens]
     if not fitting:
         raise ValueError(
-            f"the text must fit the largest bucket of {max(buckets)} tokens, but has {tokens}; shorten the"
-            " prompt or choose a larger text bucket"
+            f"a text must fit the largest bucket of {max(buckets)} tokens, but has {tokens}; shorten it"
         )
     return min(fitting)
 
