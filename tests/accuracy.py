@@ -32,14 +32,17 @@ def _rms(x: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(x))))
 
 
-def assert_as_accurate(actual: Any, plain: Any, exact: np.ndarray, *, reduction: int) -> None:
+def assert_as_accurate(
+    actual: Any, plain: Any, exact: np.ndarray, *, reduction: int, condition: float = 1
+) -> None:
     """The actual result's RMS and largest errors are at most twice the plain computation's.
 
     An error within the roundings that nothing can avoid, of the result and of an f32 sum of `reduction`
-    terms, passes however lucky the plain computation was.
+    terms, passes however lucky the plain computation was. `condition` is by how much those terms enlarge
+    the relative error of what they are made of: exp(s) has that of s times |s|.
     """
     unit = UNIT_ROUNDOFF[str(actual.dtype).rsplit(".", maxsplit=1)[-1]]
-    rounding = 2 * unit + UNIT_ROUNDOFF["float32"] * reduction**0.5
+    rounding = 2 * unit + UNIT_ROUNDOFF["float32"] * condition * reduction**0.5
     actual64, plain64 = np.asarray(actual, np.float64), np.asarray(plain, np.float64)
     assert np.isfinite(actual64).all()
     error, plain_error = actual64 - exact, plain64 - exact
