@@ -7,6 +7,9 @@ from dataclasses import dataclass
 TEXT_BUCKETS = (128, 256, 512, 1024)
 # QwenImage: the VAE shrinks 8 times, the transformer takes 2x2 patches of what is left.
 SIZE_MULTIPLE = 16
+# The tiny demo model was trained at this size, in pixels, and paints well in this many steps.
+DEMO_SIZE = 96
+DEMO_STEPS = 16
 # diffusers' documented habit for true CFG without a negative prompt.
 DEFAULT_NEGATIVE_PROMPT = " "
 

@@ -1,0 +1,83 @@
+"""Train the VAE on crops of drawings, and measure its latents."""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKLQwenImage
+from PIL import Image
+
+from .drawings import PICTURE_SIZE, draw, random_scene
+from .one_frame import one_frame_convolutions
+from .training import Loss, step_generator
+
+# The network is convolutional: crops teach it all it needs for the whole drawing, in half the time.
+CROP_SIZE = 64
+# A little noise in the latents makes the decoder forgive the transformer's small errors.
+KL_WEIGHT = 5e-4
+# Of the L1 distance between differences of neighbouring pixels: sharp edges.
+EDGE_WEIGHT = 1.0
+MEASURED_DRAWINGS = 500
+ENCODING_BATCH = 50
+
+
+def pixels_of(pictures: Sequence[Image.Image]) -> torch.Tensor:
+    """[pictures, 3, 1, height, width] in -1 to 1, as the VAE takes them."""
+    stacked = torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures]))
+    return (stacked.permute(0, 3, 1, 2).float() / 127.5 - 1)[:, :, None]
+
+
+def vae_loss(vae: AutoencoderKLQwenImage, seed: int, batch: int) -> Loss:
+    """L1 of pixels and of their differences, and a small KL term, on fresh drawings at every step."""
+
+    def loss(step: int) -> torch.Tensor:
+        generator = step_generator(seed, step)
+        pixels = _crops(f"vae {seed} {step}", batch)
+        with one_frame_convolutions(vae), torch.autocast("cpu", torch.bfloat16):
+            mean, logvar = vae.quant_conv(vae.encoder(pixels)).float().chunk(2, dim=1)
+            logvar = logvar.clamp(-30, 20)
+            noise = torch.randn(mean.shape, generator=generator)
+            restored = vae.decoder(vae.post_quant_conv(mean + noise * (0.5 * logvar).exp())).float()
+        kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
+        return (restored - pixels).abs().mean() + EDGE_WEIGHT * _edges(restored - pixels) + KL_WEIGHT * kl
+
+    return loss
+
+
+def _edges(difference: torch.Tensor) -> torch.Tensor:
+    return difference.diff(dim=-1).abs().mean() + difference.diff(dim=-2).abs().mean()
+
+
+def _crops(seed: str, count: int) -> torch.Tensor:
+    chance = random.Random(seed)
+    crops: list[Image.Image] = []
+    for _ in range(count):
+        picture = draw(random_scene(chance), chance.getrandbits(32))
+        x, y = (chance.randint(0, PICTURE_SIZE - CROP_SIZE) for _ in range(2))
+        crops.append(picture.crop((x, y, x + CROP_SIZE, y + CROP_SIZE)))
+    return _channels_last(pixels_of(crops))
+
+
+def _channels_last(pixels: torch.Tensor) -> torch.Tensor:
+    """The memory order in which the CPU's bf16 convolutions are fast."""
+    return pixels[:, :, 0].contiguous(memory_format=torch.channels_last)[:, :, None]
+
+
+@torch.no_grad()
+def encode(vae: AutoencoderKLQwenImage, pictures: Sequence[Image.Image]) -> torch.Tensor:
+    """The means of the pictures' latents, [pictures, 16, 1, height / 8, width / 8], not yet normalised."""
+    means: list[torch.Tensor] = []
+    with one_frame_convolutions(vae), torch.autocast("cpu", torch.bfloat16):
+        for start in range(0, len(pictures), ENCODING_BATCH):
+            pixels = _channels_last(pixels_of(pictures[start : start + ENCODING_BATCH]))
+            means.append(vae.quant_conv(vae.encoder(pixels)).float().chunk(2, dim=1)[0])
+    return torch.cat(means)
+
+
+def record_latent_scale(vae: AutoencoderKLQwenImage, seed: int) -> None:
+    """Put each latent channel's mean and standard deviation into the config, where the pipeline reads it."""
+    chance = random.Random(f"latents {seed}")
+    pictures = [draw(random_scene(chance), chance.getrandbits(32)) for _ in range(MEASURED_DRAWINGS)]
+    deviation, mean = torch.std_mean(encode(vae, pictures), dim=(0, 2, 3, 4))
+    vae.register_to_config(latents_mean=mean.tolist(), latents_std=deviation.tolist())
