@@ -34,7 +34,7 @@ def generate_command(
         str | None, typer.Option(help="A local folder or a Hub id, for example Qwen/Qwen-Image.")
     ] = None,
     demo: Annotated[
-        bool, typer.Option("--demo", help="Use a tiny built-in model with random weights.")
+        bool, typer.Option("--demo", help="Use the tiny built-in model, which paints coloured shapes.")
     ] = False,
     negative_prompt: Annotated[
         str | None, typer.Option(help="What to avoid; a single space if not given.")
@@ -42,9 +42,9 @@ def generate_command(
     true_cfg_scale: Annotated[
         float, typer.Option(help="Strength of classifier-free guidance; 1 turns it off and halves the time.")
     ] = 4.0,
-    height: Annotated[int | None, typer.Option(help="In pixels; 1024, with --demo 128.")] = None,
-    width: Annotated[int | None, typer.Option(help="In pixels; 1024, with --demo 128.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps; 50, with --demo 4.")] = None,
+    height: Annotated[int | None, typer.Option(help="In pixels; 1024, with --demo 96.")] = None,
+    width: Annotated[int | None, typer.Option(help="In pixels; 1024, with --demo 96.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps; 50, with --demo 16.")] = None,
     seed: Annotated[int, typer.Option(help="Of the first picture; each further one adds 1.")] = 0,
     batch: Annotated[int, typer.Option(help="Pictures per prompt.")] = 1,
     output: Annotated[
@@ -63,14 +63,22 @@ def generate_command(
         bool,
         typer.Option("--compare", help="Run the same seeds also without kernels and print the difference."),
     ] = False,
+    contact_sheet: Annotated[
+        bool,
+        typer.Option(
+            "--contact-sheet", help="Write all pictures into one PNG, in a grid, with their prompts."
+        ),
+    ] = False,
 ) -> None:
     """Make pictures from prompts."""
     environment.configure()
     with _readable_errors():
-        from .options import GenerateOptions
+        from .options import DEMO_SIZE, DEMO_STEPS, GenerateOptions
         from .request import Request
 
-        size, default_steps, default_dtype = (128, 4, "float32") if demo else (1024, 50, "bfloat16")
+        size, default_steps, default_dtype = (
+            (DEMO_SIZE, DEMO_STEPS, "float32") if demo else (1024, 50, "bfloat16")
+        )
         options = GenerateOptions(
             prompts=tuple(prompts),
             negative_prompt=negative_prompt,
@@ -91,6 +99,7 @@ def generate_command(
             device=device,
             output=output,
             compare=compare,
+            contact_sheet=contact_sheet,
         )
         # The user's mistakes are known by now, so that they do not wait for torch.
         from .generate_command import run

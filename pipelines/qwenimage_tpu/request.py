@@ -17,10 +17,13 @@ class Request:
     device: str
     output: Path
     compare: bool
+    contact_sheet: bool
 
     def __post_init__(self) -> None:
         check_model_choice(self.model, self.demo)
         check_output(self.output)
+        if self.contact_sheet:
+            check_contact_sheet(self.output)
         if not self.options.kernels:
             self._check_no_kernel_flags()
 
@@ -46,6 +49,14 @@ def check_output(output: Path) -> None:
         raise ValueError(
             f"pictures are written as PNG, but the output path {output} ends in {output.suffix};"
             " end it in .png, or name a folder"
+        )
+
+
+def check_contact_sheet(output: Path) -> None:
+    """Raise ValueError unless `output` names a .png file."""
+    if output.suffix.lower() != ".png" or output.is_dir():
+        raise ValueError(
+            f"a contact sheet is one PNG file, but the output path {output} does not name one; end it in .png"
         )
 
 

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,6 @@ CROP_SIZE = 64
 KL_WEIGHT = 5e-4
 # Of the L1 distance between differences of neighbouring pixels: sharp edges.
 EDGE_WEIGHT = 1.0
-MEASURED_DRAWINGS = 500
 ENCODING_BATCH = 50
 
 
@@ -75,9 +75,20 @@ def encode(vae: AutoencoderKLQwenImage, pictures: Sequence[Image.Image]) -> torc
     return torch.cat(means)
 
 
-def record_latent_scale(vae: AutoencoderKLQwenImage, seed: int) -> None:
-    """Put each latent channel's mean and standard deviation into the config, where the pipeline reads it."""
-    chance = random.Random(f"latents {seed}")
-    pictures = [draw(random_scene(chance), chance.getrandbits(32)) for _ in range(MEASURED_DRAWINGS)]
-    deviation, mean = torch.std_mean(encode(vae, pictures), dim=(0, 2, 3, 4))
+def record_latent_scale(vae: AutoencoderKLQwenImage, latents: torch.Tensor) -> None:
+    """Put each channel's mean and standard deviation over `latents` into the config.
+
+    The pipeline reads them there, so that the transformer sees zero mean and unit variance.
+    latents: [pictures, 16, 1, height, width] from `encode`.
+    """
+    deviation, mean = torch.std_mean(latents, dim=(0, 2, 3, 4))
     vae.register_to_config(latents_mean=mean.tolist(), latents_std=deviation.tolist())
+
+
+def normalised(vae: AutoencoderKLQwenImage, latents: torch.Tensor) -> torch.Tensor:
+    """Latents of `encode` to zero mean and unit variance, by the VAE's config."""
+    config: Any = vae.config
+    mean, deviation = (
+        torch.tensor(values).view(1, -1, 1, 1, 1) for values in (config.latents_mean, config.latents_std)
+    )
+    return (latents - mean) / deviation

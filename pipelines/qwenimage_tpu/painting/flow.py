@@ -4,11 +4,11 @@ import random
 from dataclasses import dataclass
 
 import torch
-from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransformer2DModel
+from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 
 from qwenimage_tpu.options import DEFAULT_NEGATIVE_PROMPT
 
-from .autoencoder import encode
+from .autoencoder import encode, normalised
 from .captions import random_caption
 from .drawings import draw, random_scene
 from .training import Loss, step_generator
@@ -35,26 +35,23 @@ class Lesson:
 
 
 def prepare(pipe: QwenImagePipeline, seed: int, count: int) -> Lesson:
-    """Draw, caption and encode `count` scenes."""
+    """Draw, caption and encode `count` scenes; their latents' scale goes into the VAE's config."""
     chance = random.Random(f"lesson {seed}")
     scenes = [random_scene(chance) for _ in range(count)]
     captions = [random_caption(scene, chance) for scene in scenes]
-    latents = normalised(
-        pipe.vae, encode(pipe.vae, [draw(scene, chance.getrandbits(32)) for scene in scenes])
-    )
-    _, channels, _, height, width = latents.shape
-    packed = pipe._pack_latents(latents[:, :, 0], count, channels, height, width)
+    latents = encode(pipe.vae, [draw(scene, chance.getrandbits(32)) for scene in scenes])
+    record_latent_scale(pipe.vae, latents)
+    packed, grid = pack(normalised(pipe.vae, latents))
     texts = encode_captions(pipe, [*captions, DEFAULT_NEGATIVE_PROMPT])
-    return Lesson(packed, texts[:-1], texts[-1], (height // 2, width // 2))
+    return Lesson(packed, texts[:-1], texts[-1], grid)
 
 
-def normalised(vae: AutoencoderKLQwenImage, latents: torch.Tensor) -> torch.Tensor:
-    """[batch, 16, 1, height, width], to zero mean and unit variance by the VAE's config."""
-    mean, deviation = (
-        torch.tensor(values).view(1, -1, 1, 1, 1)
-        for values in (vae.config.latents_mean, vae.config.latents_std)
-    )
-    return (latents - mean) / deviation
+def pack(latents: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
+    """The pipeline's 2x2 patches: [batch, 16, 1, height, width] to [batch, tokens, 64], and their grid."""
+    batch, channels, _, height, width = latents.shape
+    grid = height // 2, width // 2
+    patches = latents.reshape(batch, channels, grid[0], 2, grid[1], 2).permute(0, 2, 4, 1, 3, 5)
+    return patches.reshape(batch, grid[0] * grid[1], 4 * channels), grid
 
 
 @torch.no_grad()

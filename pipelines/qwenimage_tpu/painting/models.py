@@ -1,6 +1,7 @@
 """The untrained pipeline: diffusers' and transformers' own classes at toy size, with weights from a seed."""
 
 import random
+import re
 
 import torch
 from diffusers import (
@@ -17,6 +18,7 @@ from .captions import random_caption
 from .drawings import random_scene
 
 LAYERS = 3
+SILENT_LAYER = re.compile(r"(proj_out|norm_out\.linear|.*\.(img_mod|txt_mod)\.1)\.(weight|bias)")
 # Enough to hold every word of the captions, with a space before it and without.
 VOCABULARY_CAPTIONS = 4000
 
@@ -65,12 +67,9 @@ def _transformer() -> QwenImageTransformer2DModel:
         num_layers=LAYERS, num_attention_heads=2, attention_head_dim=128, joint_attention_dim=TEXT_DIM
     ).eval()
     # Blocks that start as the identity, and a zero prediction, train faster (adaLN-Zero of the DiT paper).
-    silent = [transformer.proj_out, transformer.norm_out.linear]
-    for block in transformer.transformer_blocks:
-        silent += [block.img_mod[1], block.txt_mod[1]]
-    for layer in silent:
-        nn.init.zeros_(layer.weight)
-        nn.init.zeros_(layer.bias)
+    for name, parameter in transformer.named_parameters():
+        if SILENT_LAYER.fullmatch(name):
+            nn.init.zeros_(parameter)
     return transformer
 
 

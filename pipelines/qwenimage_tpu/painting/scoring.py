@@ -112,7 +112,7 @@ def _frame(pixels: Pixels) -> Pixels:
 
 
 def _distance(pixels: Pixels, colour: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    return np.linalg.norm(pixels - colour, axis=-1)
+    return np.linalg.norm(pixels - colour, axis=-1).astype(np.float32)
 
 
 def _nearest(colour: npt.NDArray[np.float32], palette: Mapping[str, Rgb]) -> str | None:
@@ -155,7 +155,7 @@ def _scaled(crop: Mask) -> npt.NDArray[np.float32]:
     """To TEMPLATE_SIZE square: the part of each cell that is covered, 0 to 1."""
     size = (TEMPLATE_SIZE, TEMPLATE_SIZE)
     scaled = Image.fromarray(crop.astype(np.uint8) * 255).resize(size, Image.Resampling.BILINEAR)
-    return np.asarray(scaled, np.float32) / 255
+    return np.asarray(scaled, np.float32) / np.float32(255)
 
 
 def _overlap(first: npt.NDArray[np.float32], second: npt.NDArray[np.float32]) -> float:

@@ -15,7 +15,7 @@ from diffusers import QwenImagePipeline
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from .autoencoder import record_latent_scale, vae_loss
+from .autoencoder import vae_loss
 from .curve import save_loss_curves
 from .evaluate import Setting, score_setting
 from .flow import flow_loss, prepare
@@ -23,24 +23,24 @@ from .models import round_to_bfloat16, untrained_pipeline
 from .saving import save_model
 from .training import OnStep, Recipe, Trainer
 
-INTERIM_PROMPTS = 50
-
 
 @dataclass(frozen=True)
 class Course:
-    """The whole training. `interim_scores`: how often the transformer is scored while it learns."""
+    """The whole training. The transformer is scored `scores` times, each time on `scored_prompts` prompts."""
 
     vae: Recipe
     transformer: Recipe
     drawings: int
-    interim_scores: int
+    scores: int
+    scored_prompts: int
 
 
 FULL_COURSE = Course(
     vae=Recipe(steps=3500, batch=8, learning_rate=1e-3),
     transformer=Recipe(steps=5000, batch=64, learning_rate=1e-3),
     drawings=8000,
-    interim_scores=5,
+    scores=5,
+    scored_prompts=50,
 )
 
 
@@ -59,7 +59,6 @@ def train(
         vae.run(vae_loss(pipe.vae, seed, course.vae.batch), on_step)
     vae.use_average()
     round_to_bfloat16(pipe.vae)
-    record_latent_scale(pipe.vae, seed)
     console.print(f"encoding {course.drawings} drawings")
     lesson = prepare(pipe, seed, course.drawings)
     transformer = Trainer(pipe.transformer, course.transformer, output / "transformer.pt", save_seconds)
@@ -68,7 +67,7 @@ def train(
         if until > transformer.step:
             with _progress("transformer", transformer, console) as on_step:
                 transformer.run(loss, on_step, until)
-            _print_score(pipe, transformer, console)
+            _print_score(pipe, transformer, course.scored_prompts, console)
     transformer.use_average()
     round_to_bfloat16(pipe.transformer)
     save_loss_curves({"VAE": vae.losses, "transformer": transformer.losses}, output / "loss.png")
@@ -77,17 +76,17 @@ def train(
 
 
 def _milestones(course: Course) -> list[int]:
-    steps, count = course.transformer.steps, course.interim_scores
+    steps, count = course.transformer.steps, course.scores
     return [steps * (index + 1) // count for index in range(count)]
 
 
-def _print_score(pipe: QwenImagePipeline, trainer: Trainer, console: Console) -> None:
+def _print_score(pipe: QwenImagePipeline, trainer: Trainer, prompts: int, console: Console) -> None:
     """Score the averaged weights; training goes on with the others."""
     weights = {name: value.clone() for name, value in pipe.transformer.state_dict().items()}
     trainer.use_average()
-    score = score_setting(pipe, Setting(kernels=False, prompts=INTERIM_PROMPTS))
+    score = score_setting(pipe, Setting(kernels=False, prompts=prompts))
     pipe.transformer.load_state_dict(weights)
-    console.print(f"after {trainer.step} steps, {INTERIM_PROMPTS} unseen prompts: {score}")
+    console.print(f"after {trainer.step} steps, {prompts} unseen prompts: {score}")
 
 
 @contextmanager

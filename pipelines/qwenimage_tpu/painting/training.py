@@ -90,8 +90,8 @@ class Trainer:
     @torch.no_grad()
     def _update_average(self) -> None:
         decay = min(self.recipe.average_decay, self.step / (self.step + AVERAGE_WARMUP))
-        weights = self.module.state_dict()
-        torch._foreach_lerp_(list(self.average.values()), list(weights.values()), 1 - decay)
+        for name, value in self.module.state_dict().items():
+            self.average[name].lerp_(value, 1 - decay)
 
     def use_average(self) -> None:
         """Put the averaged weights into the module: the end of training."""
