@@ -8,7 +8,7 @@ from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 
 from qwenimage_tpu.options import DEFAULT_NEGATIVE_PROMPT
 
-from .autoencoder import encode, normalised
+from .autoencoder import encode, normalised, record_latent_scale
 from .captions import random_caption
 from .drawings import draw, random_scene
 from .training import Loss, step_generator
