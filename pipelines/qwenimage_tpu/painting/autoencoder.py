@@ -13,8 +13,8 @@ from .drawings import PICTURE_SIZE, draw, random_scene
 from .one_frame import one_frame_convolutions
 from .training import Loss, step_generator
 
-# The network is convolutional: crops teach it all it needs for the whole drawing, in half the time.
-CROP_SIZE = 64
+# The network is convolutional: crops teach it all it needs for the whole drawing, in a quarter of the time.
+CROP_SIZE = 48
 # A little noise in the latents makes the decoder forgive the transformer's small errors.
 KL_WEIGHT = 5e-4
 # Of the L1 distance between differences of neighbouring pixels: sharp edges.

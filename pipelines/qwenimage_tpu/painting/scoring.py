@@ -25,6 +25,8 @@ COLOUR_TOLERANCE = 60.0
 # A pixel belongs to the thing if its colour is further than this from the background's.
 THING_THRESHOLD = 60.0
 SMALLEST_THING = 0.01
+# A surface has a colour if this part of its pixels is within COLOUR_TOLERANCE of their median.
+PLAIN = 0.7
 # And if this many of the nine pixels in and around it are: stray pixels do not count.
 MAJORITY = 5
 TEMPLATE_SIZE = 32
@@ -88,13 +90,15 @@ def _split(image: Image.Image, parts: int) -> list[Image.Image]:
 def look_at(image: Image.Image) -> Seen:
     """Classify a picture of one thing, of any size."""
     pixels = np.asarray(image.convert("RGB"), np.float32)
-    behind = np.median(_frame(pixels), axis=0)
+    behind = _plain_colour(_frame(pixels))
+    if behind is None:
+        return Seen(None, None, None)
     thing = _without_strays(_distance(pixels, behind) > THING_THRESHOLD)
     background = _nearest(behind, BACKGROUNDS)
     if thing.mean() < SMALLEST_THING:
         return Seen(None, None, background)
-    colour = _nearest(np.median(pixels[_core(thing)], axis=0), COLOURS)
-    return Seen(colour, _shape_of(thing), background)
+    colour = _plain_colour(pixels[_core(thing)])
+    return Seen(None if colour is None else _nearest(colour, COLOURS), _shape_of(thing), background)
 
 
 def colour_share(image: Image.Image, colour: str) -> float:
@@ -109,6 +113,13 @@ def _frame(pixels: Pixels) -> Pixels:
     inner = np.ones(pixels.shape[:2], bool)
     inner[FRAME:-FRAME, FRAME:-FRAME] = False
     return pixels[inner]
+
+
+def _plain_colour(pixels: Pixels) -> npt.NDArray[np.float32] | None:
+    """The median of the pixels [..., 3], or None if too many differ from it."""
+    median = np.median(pixels.reshape(-1, 3), axis=0)
+    same = _distance(pixels, median) <= COLOUR_TOLERANCE
+    return median if same.mean() >= PLAIN else None
 
 
 def _distance(pixels: Pixels, colour: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -36,9 +36,9 @@ class Course:
 
 
 FULL_COURSE = Course(
-    vae=Recipe(steps=3500, batch=8, learning_rate=1e-3),
-    transformer=Recipe(steps=5000, batch=64, learning_rate=1e-3),
-    drawings=8000,
+    vae=Recipe(steps=2200, batch=8, learning_rate=1e-3),
+    transformer=Recipe(steps=4500, batch=64, learning_rate=1e-3),
+    drawings=6000,
     scores=5,
     scored_prompts=50,
 )
