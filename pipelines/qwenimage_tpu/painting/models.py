@@ -17,7 +17,7 @@ from qwenimage_tpu.tiny import TEXT_DIM, build_text_encoder, build_tokenizer
 from .captions import random_caption
 from .drawings import random_scene
 
-LAYERS = 3
+LAYERS = 2
 SILENT_LAYER = re.compile(r"(proj_out|norm_out\.linear|.*\.(img_mod|txt_mod)\.1)\.(weight|bias)")
 # Enough to hold every word of the captions, with a space before it and without.
 VOCABULARY_CAPTIONS = 4000

@@ -36,10 +36,10 @@ class Course:
 
 
 FULL_COURSE = Course(
-    vae=Recipe(steps=2200, batch=8, learning_rate=1e-3),
-    transformer=Recipe(steps=4500, batch=64, learning_rate=1e-3),
-    drawings=6000,
-    scores=5,
+    vae=Recipe(steps=1500, batch=8, learning_rate=1e-3),
+    transformer=Recipe(steps=3300, batch=64, learning_rate=1e-3),
+    drawings=5000,
+    scores=6,
     scored_prompts=50,
 )
 
