@@ -16,9 +16,12 @@ from .training import Loss, step_generator
 # The network is convolutional: crops teach it all it needs for the whole drawing, in a quarter of the time.
 CROP_SIZE = 48
 # A little noise in the latents makes the decoder forgive the transformer's small errors.
-KL_WEIGHT = 5e-4
-# Of the L1 distance between differences of neighbouring pixels: sharp edges.
-EDGE_WEIGHT = 1.0
+KL_WEIGHT = 1e-4
+# Squares teach the colours, early; absolute values, of pixels and of the differences of neighbouring ones,
+# sharpen the edges, late.
+SQUARE_WEIGHT = 3.0
+ABSOLUTE_WEIGHT = 0.5
+EDGE_WEIGHT = 0.5
 ENCODING_BATCH = 50
 
 
@@ -29,7 +32,7 @@ def pixels_of(pictures: Sequence[Image.Image]) -> torch.Tensor:
 
 
 def vae_loss(vae: AutoencoderKLQwenImage, seed: int, batch: int) -> Loss:
-    """L1 of pixels and of their differences, and a small KL term, on fresh drawings at every step."""
+    """Distances of pixels and of their differences, and a small KL term, on fresh drawings at every step."""
 
     def loss(step: int) -> torch.Tensor:
         generator = step_generator(seed, step)
@@ -40,13 +43,15 @@ def vae_loss(vae: AutoencoderKLQwenImage, seed: int, batch: int) -> Loss:
             noise = torch.randn(mean.shape, generator=generator)
             restored = vae.decoder(vae.post_quant_conv(mean + noise * (0.5 * logvar).exp())).float()
         kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
-        return (restored - pixels).abs().mean() + EDGE_WEIGHT * _edges(restored - pixels) + KL_WEIGHT * kl
+        return _distance(restored - pixels) + KL_WEIGHT * kl
 
     return loss
 
 
-def _edges(difference: torch.Tensor) -> torch.Tensor:
-    return difference.diff(dim=-1).abs().mean() + difference.diff(dim=-2).abs().mean()
+def _distance(difference: torch.Tensor) -> torch.Tensor:
+    edges = difference.diff(dim=-1).abs().mean() + difference.diff(dim=-2).abs().mean()
+    squares, absolutes = difference.square().mean(), difference.abs().mean()
+    return SQUARE_WEIGHT * squares + ABSOLUTE_WEIGHT * absolutes + EDGE_WEIGHT * edges
 
 
 def _crops(seed: str, count: int) -> torch.Tensor:

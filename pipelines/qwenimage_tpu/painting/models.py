@@ -18,6 +18,7 @@ from .captions import random_caption
 from .drawings import random_scene
 
 LAYERS = 2
+FIRST_LOG_VARIANCE = -5.0
 SILENT_LAYER = re.compile(r"(proj_out|norm_out\.linear|.*\.(img_mod|txt_mod)\.1)\.(weight|bias)")
 # Enough to hold every word of the captions, with a space before it and without.
 VOCABULARY_CAPTIONS = 4000
@@ -51,14 +52,20 @@ def round_to_bfloat16(module: nn.Module) -> None:
             tensor.copy_(tensor.bfloat16())
 
 
+@torch.no_grad()
 def _vae() -> AutoencoderKLQwenImage:
-    return AutoencoderKLQwenImage(
-        base_dim=24,
+    vae = AutoencoderKLQwenImage(
+        base_dim=16,
         z_dim=16,
         dim_mult=[1, 2, 2, 2],
         num_res_blocks=1,
         temperal_downsample=[False, True, True],
     ).eval()
+    # At first the latents must not drown in noise: colours, which move them little, would never be learnt.
+    channels = vae.config["z_dim"]
+    vae.quant_conv.weight[channels:] = 0
+    vae.quant_conv.bias[channels:] = FIRST_LOG_VARIANCE
+    return vae
 
 
 @torch.no_grad()

@@ -36,10 +36,10 @@ class Course:
 
 
 FULL_COURSE = Course(
-    vae=Recipe(steps=1500, batch=8, learning_rate=1e-3),
-    transformer=Recipe(steps=3300, batch=64, learning_rate=1e-3),
-    drawings=5000,
-    scores=6,
+    vae=Recipe(steps=2000, batch=8, learning_rate=1.5e-3),
+    transformer=Recipe(steps=2400, batch=64, learning_rate=1e-3),
+    drawings=4000,
+    scores=4,
     scored_prompts=50,
 )
 
