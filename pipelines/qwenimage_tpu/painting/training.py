@@ -24,17 +24,22 @@ type OnStep = Callable[[int, float], None]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to optimise: AdamW with warm-up and a cosine to zero, and an average of the weights."""
+    """How to optimise: AdamW with warm-up and a cosine to zero, and an average of the weights.
+
+    With several cycles the cosine starts again, each time from the full learning rate.
+    """
 
     steps: int
     batch: int
     learning_rate: float
     weight_decay: float = 0.01
     average_decay: float = 0.999
+    cycles: int = 1
 
     def rate_at(self, step: int) -> float:
         warmup = min(1.0, (step + 1) / WARMUP_STEPS)
-        return self.learning_rate * warmup * 0.5 * (1 + math.cos(math.pi * step / self.steps))
+        part = self.cycles * step / self.steps % 1
+        return self.learning_rate * warmup * 0.5 * (1 + math.cos(math.pi * part))
 
 
 @dataclass
