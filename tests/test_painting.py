@@ -10,7 +10,7 @@ from safetensors import safe_open
 from qwenimage_tpu.loading import DEMO_MODEL, load_pipeline
 from qwenimage_tpu.painting.captions import plain_caption
 from qwenimage_tpu.painting.drawings import unseen_scenes
-from qwenimage_tpu.painting.evaluate import (
+from qwenimage_tpu.painting.evaluation import (
     BATCH,
     SETTINGS,
     Setting,

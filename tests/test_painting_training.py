@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 
 from qwenimage_tpu.painting import flow
 from qwenimage_tpu.painting.autoencoder import encode, normalised, pixels_of
+from qwenimage_tpu.painting.course import Course, train
 from qwenimage_tpu.painting.curve import save_loss_curves
 from qwenimage_tpu.painting.drawings import draw, unseen_scenes
 from qwenimage_tpu.painting.models import untrained_pipeline
 from qwenimage_tpu.painting.one_frame import one_frame_convolutions
-from qwenimage_tpu.painting.train import Course, train
 from qwenimage_tpu.painting.training import Loss, Recipe, Trainer, step_generator
 
 SHORT = Course(
