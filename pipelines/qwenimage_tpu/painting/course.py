@@ -31,10 +31,10 @@ class Course:
 
 FULL_COURSE = Course(
     vae=Recipe(steps=4000, batch=8, learning_rate=1.5e-3, cycles=2),
-    transformer=Recipe(steps=2000, batch=48, learning_rate=1e-3),
-    drawings=3000,
-    scores=2,
-    scored_prompts=25,
+    transformer=Recipe(steps=6000, batch=64, learning_rate=1e-3),
+    drawings=4000,
+    scores=6,
+    scored_prompts=50,
 )
 
 
