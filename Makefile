@@ -4,7 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.setup-complete
-PROMPT ?= a red fox in fresh snow, photograph
+PROMPT ?= a red star on a white background
 
 # Another project's active environment must not leak into this one. What says where packages come from
 # (index, proxy, certificates) stays.

@@ -77,12 +77,21 @@ def test_several_pictures(tmp_path: Path):
         assert (image.info["prompt"], image.info["seed"]) == ("whale", "11")
 
 
+def test_a_contact_sheet(tmp_path: Path):
+    sheet = tmp_path / "sheet.png"
+    result = generate("a red star", "a blue ring", *SMALL, "--no-kernels", "--contact-sheet", "-o", sheet)
+    assert result.exit_code == 0, result.output
+    assert f"wrote {sheet}" in result.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["sheet.png"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "exactly one of a model and the demo is needed, but neither was given; pass --model"),
         (["--demo", "--model", "x/y"], "exactly one of a model and the demo is needed, but both were given"),
         (["--demo", "-o", "fox.jpg"], "written as PNG, but the output path fox.jpg ends in .jpg"),
+        (["--demo", "--contact-sheet", "-o", "sheets"], "one PNG file, but the output path sheets does not"),
         (["--demo", "--height", "100"], "height must be a positive multiple of 16, but is 100"),
         (["--demo", "--steps", "0"], "steps must be at least 1, but is 0"),
         (["--demo", "--true-cfg-scale", "1", "--negative-prompt", "blur"], "raise true_cfg_scale or leave"),

@@ -64,6 +64,12 @@ def generate_command(
         bool,
         typer.Option("--compare", help="Run the same seeds also without kernels and print the difference."),
     ] = False,
+    contact_sheet: Annotated[
+        bool,
+        typer.Option(
+            "--contact-sheet", help="Write all pictures into one PNG, in a grid, with their prompts."
+        ),
+    ] = False,
 ) -> None:
     """Make pictures from prompts."""
     environment.configure()
@@ -92,6 +98,7 @@ def generate_command(
             device=device,
             output=output,
             compare=compare,
+            contact_sheet=contact_sheet,
         )
         # The user's mistakes are known by now, so that they do not wait for torch.
         started = time.perf_counter()

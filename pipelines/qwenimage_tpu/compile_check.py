@@ -133,7 +133,7 @@ def report(shapes: Sequence[JointShape] = QWENIMAGE_SHAPES) -> bool:
     cases = list(itertools.product(kernel_cases(), shapes, DTYPES, TOPOLOGIES))
     with Progress(console=Console(stderr=True)) as progress:
         results = [compile_case(*case) for case in progress.track(cases, description="compiling for TPU")]
-    console = Console(width=100)
+    console = Console(width=120)
     console.print(_summary(results, shapes))
     failures = [result for result in results if result.error]
     for r in failures:

@@ -14,7 +14,7 @@ from .generate import GenerateResult, OnStep, Stopwatch, generate
 from .kernel_loader import load_kernels
 from .loading import load_pipeline, move_pipeline
 from .options import GenerateOptions
-from .pictures import save_images
+from .pictures import save_contact_sheet, save_images
 from .request import Request
 
 
@@ -37,7 +37,12 @@ def run(request: Request, import_seconds: float) -> None:
             f"true CFG {options.true_cfg_scale:g} with the default negative prompt {negative_prompt!r}",
         )
     result = _generate(pipe, options, "denoising", watch)
-    for path in save_images(result, request.output, model="demo" if request.model is None else request.model):
+    model = "demo" if request.model is None else request.model
+    if request.contact_sheet:
+        paths = [save_contact_sheet(result, request.output, model)]
+    else:
+        paths = save_images(result, request.output, model)
+    for path in paths:
         _say(console, f"wrote {path}")
     _say(console, _describe_times(result.seconds))
     _say(console, _describe_kernels(result))

@@ -7,8 +7,9 @@ from pathlib import Path
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from .contact_sheet import contact_sheet
 from .generate import GenerateResult
-from .request import picture_paths
+from .request import check_contact_sheet, picture_paths
 
 RECORDED_PACKAGES = ("torch", "diffusers", "qwenimage-tpu")
 
@@ -43,6 +44,19 @@ def save_images(result: GenerateResult, output: Path, model: str) -> list[Path]:
     for index, (path, image) in enumerate(zip(paths, result.images, strict=True)):
         _write_png(image, path, picture_parameters(result, index, model))
     return paths
+
+
+def save_contact_sheet(result: GenerateResult, output: Path, model: str) -> Path:
+    """Write all pictures as one PNG with their prompts; its text fields are the first picture's, with all
+    prompts. Raises ValueError for an output path that is not a PNG file."""
+    check_contact_sheet(output)
+    prompts = result.options.prompts
+    copies = result.options.images_per_prompt
+    captions = [prompt for prompt in prompts for _ in range(copies)]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    parameters = picture_parameters(result, 0, model) | {"prompt": "\n".join(prompts)}
+    _write_png(contact_sheet(result.images, captions), output, parameters)
+    return output
 
 
 def _write_png(image: Image.Image, path: Path, parameters: dict[str, str]) -> None:

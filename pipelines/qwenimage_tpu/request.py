@@ -22,6 +22,7 @@ class Request:
     device: str
     output: Path
     compare: bool
+    contact_sheet: bool
 
     def __post_init__(self) -> None:
         check_model_choice(self.model, self.demo)
@@ -29,6 +30,8 @@ class Request:
             check_local_model(self.model)
         check_output(self.output)
         check_writable(self.output)
+        if self.contact_sheet:
+            check_contact_sheet(self.output)
         if not self.options.kernels:
             self._check_no_kernel_flags()
 
@@ -89,6 +92,14 @@ def check_local_model(model: str) -> None:
             )
     elif not HUB_ID.fullmatch(model):
         raise FileNotFoundError(f"{model!r} is neither an existing folder nor a Hub id like Qwen/Qwen-Image")
+
+
+def check_contact_sheet(output: Path) -> None:
+    """Raise ValueError unless `output` names a .png file."""
+    if output.suffix.lower() != ".png" or output.is_dir():
+        raise ValueError(
+            f"a contact sheet is one PNG file, but the output path {output} does not name one; end it in .png"
+        )
 
 
 def picture_paths(output: Path, count: int) -> list[Path]:

@@ -6,6 +6,7 @@ a download. Its pictures are abstract, but they depend on the prompt and on the 
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,12 +47,10 @@ def tiny_pipeline(seed: int = 0, dtype: torch.dtype = torch.float32) -> QwenImag
     Raises ValueError if the tokenizer does not encode the prompt template's prefix as exactly the tokens
     that the pipeline drops.
     """
-    template, prefix_length = _prompt_template()
-    tokenizer = _tokenizer(template)
-    _check_prefix(tokenizer, template, prefix_length)
+    tokenizer = build_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        vae, text_encoder, transformer = _vae(), _text_encoder(tokenizer), _transformer()
+        vae, text_encoder, transformer = _vae(), build_text_encoder(tokenizer), _transformer()
     for model in (vae, text_encoder, transformer):
         # diffusers' own `to` warns about modules to be kept in float32 even where there are none.
         nn.Module.to(model, dtype)
@@ -71,8 +70,13 @@ def _prompt_template() -> tuple[str, int]:
     return empty.prompt_template_encode, empty.prompt_template_encode_start_idx
 
 
-def _tokenizer(template: str) -> Qwen2Tokenizer:
-    """Byte-level BPE over the template's own words: there each word is one token, elsewhere each byte is."""
+def build_tokenizer(texts: Sequence[str] = ()) -> Qwen2Tokenizer:
+    """Byte-level BPE over the words of the prompt template and of `texts`: each of them becomes one token.
+
+    Elsewhere each byte is one. Raises ValueError if the template's prefix does not become exactly the tokens
+    that the pipeline drops.
+    """
+    template, prefix_length = _prompt_template()
     rules = Qwen2Tokenizer().backend_tokenizer
     bpe = Tokenizer(models.BPE())
     bpe.normalizer = rules.normalizer
@@ -84,14 +88,16 @@ def _tokenizer(template: str) -> Qwen2Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    bpe.train_from_iterator(re.split(r"<\|\w+\|>|{}", template), trainer)
+    bpe.train_from_iterator([*re.split(r"<\|\w+\|>|{}", template), *texts], trainer)
     trained = json.loads(bpe.to_str())["model"]
     merges: Any = [tuple(pair) for pair in trained["merges"]]
-    return Qwen2Tokenizer(
+    tokenizer = Qwen2Tokenizer(
         vocab=trained["vocab"],
         merges=merges,
         extra_special_tokens=SPECIAL_TOKENS[1:],
     )
+    _check_prefix(tokenizer, template, prefix_length)
+    return tokenizer
 
 
 def _check_prefix(tokenizer: Qwen2Tokenizer, template: str, prefix_length: int) -> None:
@@ -103,7 +109,8 @@ def _check_prefix(tokenizer: Qwen2Tokenizer, template: str, prefix_length: int) 
         )
 
 
-def _text_encoder(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
+def build_text_encoder(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
+    """Two layers of TEXT_DIM, with random weights from torch's global generator."""
     ids = tokenizer.get_vocab()
     config = Qwen2_5_VLConfig(
         text_config={
