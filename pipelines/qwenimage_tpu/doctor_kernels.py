@@ -67,9 +67,8 @@ def read_norm_weights(model: Path) -> dict[str, torch.Tensor]:
     weights: dict[str, torch.Tensor] = {}
     for path in _weight_files(model / "transformer"):
         with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118  # safe_open is not iterable
-                if NORM_WEIGHT.fullmatch(key):
-                    weights[key] = file.get_tensor(key)
+            for key in filter(NORM_WEIGHT.fullmatch, file.keys()):
+                weights[key] = file.get_tensor(key)
     return weights
 
 
