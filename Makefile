@@ -52,12 +52,12 @@ clean: ## delete caches and outputs (the environment, .venv, stays)
 	find build kernels_src torch_ext pipelines tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last, so an interrupted set-up is repeated.
-$(SETUP): pyproject.toml constraints.txt
+$(SETUP): pyproject.toml constraints.txt overrides.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { \
 	  echo "Python 3.12 or newer is needed, but '$(PYTHON)' is not: install it, or say make PYTHON=/path/to/python3.12" >&2; \
 	  exit 1; }
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
 	$(BIN)/uv pip install --python $(BIN)/python --constraints constraints.txt \
-	  --build-constraints constraints.txt --group dev --editable .
+	  --overrides overrides.txt --build-constraints constraints.txt --group dev --editable '.[emulator]'
 	@touch $@

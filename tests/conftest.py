@@ -1,6 +1,7 @@
 """Shared fixtures. The platform's variables are set here, before any test module imports torch or jax."""
 
 import os
+from collections.abc import Generator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
+from emulated_process import EmulatedProcess
 from qwenimage_tpu import environment
 
 environment.configure()
@@ -46,3 +48,11 @@ def kernel_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kernels") / "build"
     assemble(Path(__file__).resolve().parents[1], folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def emulated_tpu(tmp_path_factory: pytest.TempPathFactory) -> Generator[EmulatedProcess]:
+    """One process with the emulated `tpu` device for all tests of this worker."""
+    process = EmulatedProcess(tmp_path_factory.mktemp("emulated") / "log")
+    yield process
+    process.close()

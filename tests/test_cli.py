@@ -36,7 +36,7 @@ def test_a_picture_without_kernels(tmp_path: Path):
     result = generate("a red fox", *SMALL, "--no-kernels", "-o", output)
     assert result.exit_code == 0, result.output
     assert f"wrote {output}" in result.stdout
-    assert "true CFG 4 with the default negative prompt ' '" in result.stdout
+    assert "true CFG 3 with the default negative prompt ' '" in result.stdout
     assert "time: imports" in result.stdout
     assert "decoding" in result.stdout
     assert "kernels: none (stock diffusers)" in result.stdout

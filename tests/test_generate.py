@@ -8,10 +8,11 @@ import torch
 from diffusers import QwenImagePipeline
 from PIL import Image
 
+from qwenimage_tpu import environment, loading
 from qwenimage_tpu import generate as generate_module
-from qwenimage_tpu import loading
 from qwenimage_tpu.comparison import compare
-from qwenimage_tpu.generate import GenerateResult, Stopwatch, encode_text, generate, text_bucket
+from qwenimage_tpu.compilation import static_shapes
+from qwenimage_tpu.generate import GenerateResult, Stopwatch, encode_text, generate
 from qwenimage_tpu.kernel_loader import KernelLoadError
 from qwenimage_tpu.options import GenerateOptions, check_size
 from qwenimage_tpu.pictures import save_images
@@ -126,23 +127,24 @@ def test_each_picture_of_a_batch_equals_its_own_run(pipe: QwenImagePipeline):
 
 
 @pytest.mark.parametrize(
-    ("length", "changes", "bucket"),
+    ("length", "changes", "bucket", "negative_bucket"),
     [
-        (1, {}, 128),
-        (128 - SUFFIX_TOKENS, {}, 128),
-        (129 - SUFFIX_TOKENS, {}, 256),
-        (1, {"text_bucket": 512}, 512),
-        (1, {"negative_prompt": "x" * 300}, 512),
+        (1, {}, 128, 128),
+        (128 - SUFFIX_TOKENS, {}, 128, 128),
+        (129 - SUFFIX_TOKENS, {}, 256, 128),
+        (1, {"text_bucket": 512}, 512, 512),
+        (1, {"negative_prompt": "x" * 300}, 128, 512),
     ],
 )
-def test_all_texts_of_a_run_share_a_bucket(
-    pipe: QwenImagePipeline, length: int, changes: dict[str, Any], bucket: int
+def test_texts_get_the_bucket_that_fits(
+    pipe: QwenImagePipeline, length: int, changes: dict[str, Any], bucket: int, negative_bucket: int
 ):
     chosen = options(prompts=("x" * length,), **changes)
-    assert text_bucket(pipe, chosen) == bucket
-    text = encode_text(pipe, chosen, bucket)
-    assert text["prompt_embeds"].shape == text["negative_prompt_embeds"].shape == (1, bucket, 128)
+    with static_shapes(pipe, chosen.buckets):
+        text = encode_text(pipe, chosen)
+    assert text["prompt_embeds"].shape == (1, bucket, 128)
     assert int(text["prompt_embeds_mask"].sum()) == length + SUFFIX_TOKENS
+    assert text["negative_prompt_embeds"].shape == (1, negative_bucket, 128)
 
 
 def test_a_prompt_that_fills_its_bucket(pipe: QwenImagePipeline):
@@ -323,10 +325,11 @@ def test_an_unreachable_hub(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_device_auto_is_the_cpu_without_a_tpu(pipe: QwenImagePipeline, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(environment, "has_tpu", lambda: False)
     monkeypatch.setattr(loading, "has_tpu", lambda: False)
-    assert loading.move_pipeline(pipe, "auto").device == torch.device("cpu")
+    assert environment.choose_device("auto") == "cpu"
     with pytest.raises(ValueError, match=r"the device tpu needs TPU hardware, .* use --device cpu"):
-        loading.move_pipeline(pipe, "tpu")
+        loading.move_pipeline(pipe, "tpu", "cpu")
 
 
 def test_generators_are_seeded_one_by_one():

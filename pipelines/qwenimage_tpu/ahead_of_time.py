@@ -11,6 +11,9 @@ from jax.sharding import SingleDeviceSharding
 # The smallest slice of each supported generation that the compiler knows.
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 
+# The clock of a core, from the published peak in bf16 and what its matrix units do in a cycle.
+CLOCK_HZ = {"v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "tpu7x": 2.2e9}
+
 
 @functools.cache
 def _one_device(topology: str) -> SingleDeviceSharding:

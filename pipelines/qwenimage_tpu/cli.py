@@ -5,7 +5,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import typer
 
@@ -13,6 +13,8 @@ from . import environment
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+# RuntimeErrors of ours that say what the user can do; named, so that none need be imported.
+USER_ERRORS = ("KernelLoadError", "EmulatorError")
 
 app = typer.Typer(
     name="qwenimage-tpu",
@@ -35,17 +37,20 @@ def generate_command(
         str | None, typer.Option(help="A local folder or a Hub id, for example Qwen/Qwen-Image.")
     ] = None,
     demo: Annotated[
-        bool, typer.Option("--demo", help="Use a tiny built-in model with random weights.")
+        bool, typer.Option("--demo", help="Use a tiny built-in model that knows coloured shapes.")
     ] = False,
     negative_prompt: Annotated[
         str | None, typer.Option(help="What to avoid; a single space if not given.")
     ] = None,
     true_cfg_scale: Annotated[
-        float, typer.Option(help="Strength of classifier-free guidance; 1 turns it off and halves the time.")
-    ] = 4.0,
-    height: Annotated[int | None, typer.Option(help="In pixels; 1024, with --demo 128.")] = None,
-    width: Annotated[int | None, typer.Option(help="In pixels; 1024, with --demo 128.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps; 50, with --demo 4.")] = None,
+        float | None,
+        typer.Option(
+            help="Strength of classifier-free guidance; 1 turns it off and halves the time; 4, with --demo 3."
+        ),
+    ] = None,
+    height: Annotated[int | None, typer.Option(help="In pixels; 1024, with --demo 96.")] = None,
+    width: Annotated[int | None, typer.Option(help="In pixels; 1024, with --demo 96.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps; 50, with --demo 16.")] = None,
     seed: Annotated[int, typer.Option(help="Of the first picture; each further one adds 1.")] = 0,
     batch: Annotated[int, typer.Option(help="Pictures per prompt.")] = 1,
     output: Annotated[
@@ -58,6 +63,20 @@ def generate_command(
     device: Annotated[
         Literal["auto", "cpu", "tpu"], typer.Option(help="auto takes the TPU if there is one.")
     ] = "auto",
+    text_encoder_device: Annotated[
+        Literal["cpu", "tpu"], typer.Option(help="Where texts are encoded; cpu saves the TPU's memory.")
+    ] = "cpu",
+    compilation: Annotated[
+        Literal["auto", "blocks", "full", "none"],
+        typer.Option(
+            "--compile",
+            help="What torch compiles: the repeated block, the whole transformer or nothing; auto is blocks"
+            " on a TPU and none on a CPU.",
+        ),
+    ] = "auto",
+    compile_cache: Annotated[
+        Path | None, typer.Option(help="Keep compiled programs in this folder for later runs.")
+    ] = None,
     kernel_repo: KernelRepo = None,
     no_kernels: Annotated[bool, typer.Option("--no-kernels", help="Run stock diffusers.")] = False,
     compare: Annotated[
@@ -73,15 +92,19 @@ def generate_command(
 ) -> None:
     """Make pictures from prompts."""
     environment.configure()
+    if compile_cache is not None:
+        environment.use_compile_cache(compile_cache)
     with _readable_errors():
-        from .options import GenerateOptions
+        from .options import DEMO_SIZE, DEMO_STEPS, DEMO_TRUE_CFG_SCALE, GenerateOptions
         from .request import Request
 
-        size, default_steps, default_dtype = (128, 4, "float32") if demo else (1024, 50, "bfloat16")
+        size, default_steps, default_scale, default_dtype = (
+            (DEMO_SIZE, DEMO_STEPS, DEMO_TRUE_CFG_SCALE, "float32") if demo else (1024, 50, 4.0, "bfloat16")
+        )
         options = GenerateOptions(
             prompts=tuple(prompts),
             negative_prompt=negative_prompt,
-            true_cfg_scale=true_cfg_scale,
+            true_cfg_scale=default_scale if true_cfg_scale is None else true_cfg_scale,
             height=size if height is None else height,
             width=size if width is None else width,
             steps=default_steps if steps is None else steps,
@@ -89,13 +112,15 @@ def generate_command(
             images_per_prompt=batch,
             kernels=not no_kernels,
             kernel_repo=kernel_repo,
+            compile=_compile_mode(compilation, device),
         )
         request = Request(
             options=options,
             model=model,
             demo=demo,
             dtype=dtype or default_dtype,
-            device=device,
+            device=environment.choose_device(device),
+            text_encoder_device=text_encoder_device,
             output=output,
             compare=compare,
             contact_sheet=contact_sheet,
@@ -106,6 +131,12 @@ def generate_command(
             from .generate_command import run
 
         run(request, import_seconds=time.perf_counter() - started)
+
+
+def _compile_mode(compilation: str, device: str) -> Literal["blocks", "full"] | None:
+    if compilation == "auto":
+        return "blocks" if environment.choose_device(device) == "tpu" else None
+    return None if compilation == "none" else cast(Literal["blocks", "full"], compilation)
 
 
 @app.command("doctor")
@@ -160,6 +191,70 @@ def check_tpu_command() -> None:
             raise typer.Exit(1)
 
 
+bench = typer.Typer(help="What the TPU's compiler makes of the kernels; needs no TPU.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@bench.command("block")
+def bench_block_command(
+    generations: Annotated[
+        list[str] | None, typer.Option("--for", help="v5e, v5p, v6e or tpu7x; repeat it for several; v6e.")
+    ] = None,
+    heads: Annotated[
+        int, typer.Option(help="Attention heads on the chip; 24 without tensor parallelism.")
+    ] = 24,
+    image_tokens: Annotated[int, typer.Option(help="4096 for 1024 x 1024 pixels.")] = 4096,
+    text_tokens: Annotated[int, typer.Option(help="The text bucket.")] = 512,
+) -> None:
+    """One transformer block as torch-tpu compiles it, stock and on our kernels: cycles and memory."""
+    environment.configure()
+    with _readable_errors():
+        from rich.console import Console
+
+        from . import emulator
+        from .bench_block import check_block, report
+
+        names = generations or ["v6e"]
+        shape = check_block(heads, image_tokens, text_tokens, names)
+        emulator.start()
+        report(shape, heads, names, Console())
+
+
+@bench.command("calls")
+def bench_calls_command() -> None:
+    """What the pipeline compiles and transfers, stock diffusers beside ours, on the emulated device."""
+    environment.configure()
+    with _readable_errors():
+        from rich.console import Console
+
+        from . import emulator
+        from .bench_calls import report
+
+        emulator.start()
+        report(Console(width=120))
+
+
+@app.command("verify")
+def verify_command(
+    emulated: Annotated[
+        bool, typer.Option("--emulated", help="Run on the emulated device of a machine without a TPU.")
+    ] = False,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Gets the report, as Markdown.")] = Path(
+        "qwenimage-tpu-report.md"
+    ),
+    kernel_repo: KernelRepo = None,
+) -> None:
+    """Check kernels, pictures, compilations and speed on this machine's TPU, and write a report."""
+    environment.configure()
+    with _readable_errors():
+        from .request import check_report_path
+        from .verify import verify
+
+        check_report_path(output)
+        if not verify(output, emulated=emulated, kernel_repo=kernel_repo):
+            raise typer.Exit(1)
+
+
 @contextmanager
 def _readable_errors() -> Generator[None]:
     """Turn the user's mistakes into one red message without a traceback, and Ctrl-C into exit code 130."""
@@ -172,9 +267,7 @@ def _readable_errors() -> Generator[None]:
         _print_error(str(error))
         raise typer.Exit(EXIT_USER_ERROR) from None
     except RuntimeError as error:
-        from .kernel_loader import KernelLoadError
-
-        if not isinstance(error, KernelLoadError):
+        if type(error).__name__ not in USER_ERRORS:
             raise
         _print_error(str(error))
         raise typer.Exit(EXIT_USER_ERROR) from None

@@ -4,6 +4,7 @@ import os
 import re
 from pathlib import Path
 
+COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 # Without a TPU: jax must not wait for one, libtpu must not ask the metadata server of a cloud machine nor
 # complain that it does not know its host, several processes may use its compiler at once, and
 # `import torch` must not import torch_tpu (seconds, and noise on stderr).
@@ -28,6 +29,27 @@ def tpu_device_files(dev: Path = Path("/dev")) -> list[Path]:
 def has_tpu() -> bool:
     """Whether this machine has TPU hardware, judged by its device files alone (nothing is imported)."""
     return bool(tpu_device_files())
+
+
+def choose_device(device: str) -> str:
+    """The device itself, or for "auto" the TPU if the machine has one, else the CPU."""
+    if device != "auto":
+        return device
+    return "tpu" if has_tpu() else "cpu"
+
+
+def use_compile_cache(folder: Path) -> None:
+    """Let torch keep what torch.compile made in `folder`, for later processes.
+
+    Call it before the first import of torch. The cache is torch's own: it follows the versions, passes over
+    what is corrupt, and may be deleted at any time.
+    """
+    os.environ[COMPILE_CACHE] = str(folder.expanduser().resolve())
+
+
+def configure_without_tpu() -> None:
+    """Set the variables for a machine without a TPU, whatever this one has and the user set."""
+    os.environ.update(WITHOUT_TPU)
 
 
 def configure() -> None:

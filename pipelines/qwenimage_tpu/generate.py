@@ -10,9 +10,10 @@ import torch
 from diffusers import QwenImagePipeline
 from PIL import Image
 
+from . import emulator
+from .compilation import disable_tpu_compile, enable_tpu_compile, static_shapes
 from .kernel_loader import LoadedKernels, load_kernels
 from .options import GenerateOptions, check_size
-from .text_buckets import pad_to_bucket, smallest_bucket
 
 OnStep = Callable[[int], None]
 
@@ -67,7 +68,33 @@ class Stopwatch:
 
 def attach_kernels(pipe: QwenImagePipeline, kernels: LoadedKernels) -> Patch:
     """Replace the transformer's hot parts by the kernels, until the returned patch's `undo()`."""
-    return kernels.module.patch_transformer(pipe.transformer, implementation="kernel")
+    # An emulated TPU cannot run TPU code.
+    implementation = "interpret" if emulator.started() else "kernel"
+    return kernels.module.patch_transformer(pipe.transformer, implementation=implementation)
+
+
+@contextmanager
+def prepared(
+    pipe: QwenImagePipeline, options: GenerateOptions, watch: Stopwatch | None = None
+) -> Generator[UsedKernels | None]:
+    """Inside, the pipeline has the kernels, static shapes and compiled models that the options ask for.
+
+    Afterwards, also after an error, it is as it was. Yields which kernels they are. Raises KernelLoadError if
+    they cannot be loaded.
+    """
+    with ExitStack() as cleanup:
+        used = None
+        if options.kernels:
+            with (watch or Stopwatch()).stage("kernels"):
+                loaded = load_kernels(options.kernel_repo)
+                patch = attach_kernels(pipe, loaded)
+            cleanup.callback(patch.undo)
+            used = UsedKernels(loaded.repo, loaded.build_id, loaded.variant, patch.softmax)
+        if options.compile is not None:
+            enable_tpu_compile(pipe, mode=options.compile)
+            cleanup.callback(disable_tpu_compile, pipe)
+        with static_shapes(pipe, options.buckets):
+            yield used
 
 
 def generate(
@@ -76,43 +103,47 @@ def generate(
     on_step: OnStep | None = None,
     watch: Stopwatch | None = None,
 ) -> GenerateResult:
-    """Run the pipeline once; it is left as it was found, also after an error.
+    """Prepare the pipeline, run it once, and leave it as it was found, also after an error.
 
     on_step: called after each denoising step with the number of steps done. watch: may hold the time of
     earlier stages, like loading.
     Raises ValueError for a size or a prompt length that the model does not take, KernelLoadError if the
     kernels cannot be loaded.
     """
-    check_size(options.height, options.width, pipe.vae_scale_factor * 2)
-    _check_steps(pipe, options.steps)
-    bucket = text_bucket(pipe, options)
+    _check_model(pipe, options)
     watch = watch or Stopwatch()
-    with ExitStack() as cleanup:
-        used = None
-        if options.kernels:
-            with watch.stage("kernels"):
-                loaded = load_kernels(options.kernel_repo)
-                patch = attach_kernels(pipe, loaded)
-            cleanup.callback(patch.undo)
-            used = UsedKernels(loaded.repo, loaded.build_id, loaded.variant, patch.softmax)
-        with watch.stage("text encoding"):
-            text = encode_text(pipe, options, bucket)
-        monitor = _DenoisingMonitor(options.steps, on_step)
-        # diffusers annotates its optional arguments as if they were required.
-        arguments: dict[str, Any] = {
-            **text,
-            "true_cfg_scale": options.true_cfg_scale,
-            "height": options.height,
-            "width": options.width,
-            "num_inference_steps": options.steps,
-            "generator": seeded_generators(options.seed, options.image_count),
-            "max_sequence_length": bucket,
-            "callback_on_step_end": monitor,
-        }
-        start = time.perf_counter()
-        output: Any = pipe(**arguments)
-        watch.seconds["denoising"] = monitor.finished - start
-        watch.seconds["decoding"] = time.perf_counter() - monitor.finished
+    with prepared(pipe, options, watch) as used:
+        return run(pipe, options, used, on_step, watch)
+
+
+def run(
+    pipe: QwenImagePipeline,
+    options: GenerateOptions,
+    used: UsedKernels | None,
+    on_step: OnStep | None = None,
+    watch: Stopwatch | None = None,
+) -> GenerateResult:
+    """As `generate`, in a pipeline that `prepared` made ready: several runs share what it compiled."""
+    _check_model(pipe, options)
+    watch = watch or Stopwatch()
+    with watch.stage("text encoding"):
+        text = encode_text(pipe, options)
+    monitor = _DenoisingMonitor(options.steps, on_step)
+    # diffusers annotates its optional arguments as if they were required.
+    arguments: dict[str, Any] = {
+        **text,
+        "true_cfg_scale": options.true_cfg_scale,
+        "height": options.height,
+        "width": options.width,
+        "num_inference_steps": options.steps,
+        "generator": seeded_generators(options.seed, options.image_count),
+        "max_sequence_length": max(options.buckets),
+        "callback_on_step_end": monitor,
+    }
+    start = time.perf_counter()
+    output: Any = pipe(**arguments)
+    watch.seconds["denoising"] = monitor.finished - start
+    watch.seconds["decoding"] = time.perf_counter() - monitor.finished
     if not monitor.latents.isfinite().all():
         raise FloatingPointError(
             "the model's latents are not finite, so there is no picture; try --dtype float32, or --no-kernels"
@@ -121,9 +152,10 @@ def generate(
     return GenerateResult(output.images, monitor.latents, watch.seconds, used, options)
 
 
-def _check_steps(pipe: QwenImagePipeline, steps: int) -> None:
+def _check_model(pipe: QwenImagePipeline, options: GenerateOptions) -> None:
+    check_size(options.height, options.width, pipe.vae_scale_factor * 2)
     # diffusers stretches the schedule between its first and its last step, and divides zero by zero.
-    if steps == 1 and pipe.scheduler.config.get("shift_terminal"):
+    if options.steps == 1 and pipe.scheduler.config.get("shift_terminal"):
         raise ValueError(
             "this model's scheduler needs at least 2 steps (it has a shift_terminal), but steps is 1"
         )
@@ -134,37 +166,14 @@ def seeded_generators(seed: int, count: int) -> list[torch.Generator]:
     return [torch.Generator("cpu").manual_seed(seed + index) for index in range(count)]
 
 
-def text_bucket(pipe: QwenImagePipeline, options: GenerateOptions) -> int:
-    """The bucket of all texts of a run, the negative prompt included: one shape for both CFG branches.
-
-    Raises ValueError for a prompt that is too long, where the pipeline would cut it off in silence.
-    """
-    texts = [*options.prompts]
-    if options.used_negative_prompt is not None:
-        texts.append(options.used_negative_prompt)
-    dropped = pipe.prompt_template_encode_start_idx
-    buckets: list[int] = []
-    for text in texts:
-        tokens = len(pipe.tokenizer(pipe.prompt_template_encode.format(text)).input_ids) - dropped
-        try:
-            buckets.append(smallest_bucket(tokens, options.buckets))
-        except ValueError as error:
-            raise ValueError(f"{text[:40]!r}...: {error}") from error
-    return max(buckets)
-
-
-@torch.no_grad()
-def encode_text(pipe: QwenImagePipeline, options: GenerateOptions, bucket: int) -> dict[str, torch.Tensor]:
-    """The pipeline's text arguments: embeddings [images, bucket, dim] and masks [images, bucket].
+def encode_text(pipe: QwenImagePipeline, options: GenerateOptions) -> dict[str, torch.Tensor]:
+    """The pipeline's text arguments, in static shapes: embeddings [images, bucket, dim] and masks.
 
     Stock diffusers gets the same padding as the kernels, so that the two can be compared.
     """
 
-    def encode(texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-        embeds, mask = pad_to_bucket(*pipe.encode_prompt(texts, max_sequence_length=bucket), (bucket,))
-        # encode_prompt's own num_images_per_prompt orders embeddings [a, a, b, b] but masks [a, b, a, b].
-        copies = options.images_per_prompt
-        return embeds.repeat_interleave(copies, dim=0), mask.repeat_interleave(copies, dim=0)
+    def encode(texts: list[str]) -> Any:
+        return pipe.encode_prompt(texts, num_images_per_prompt=options.images_per_prompt)
 
     embeds, mask = encode([*options.prompts])
     arguments = {"prompt_embeds": embeds, "prompt_embeds_mask": mask}

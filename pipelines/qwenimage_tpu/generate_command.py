@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .comparison import compare
+from .compilation import watch_compilations
 from .generate import GenerateResult, OnStep, Stopwatch, generate
 from .kernel_loader import load_kernels
 from .loading import load_pipeline, move_pipeline
@@ -29,14 +30,17 @@ def run(request: Request, import_seconds: float) -> None:
             load_kernels(options.kernel_repo)
     with watch.stage("load"):
         pipe = load_pipeline(request.model, request.demo, getattr(torch, request.dtype))
-        pipe = move_pipeline(pipe, request.device)
+        move_pipeline(pipe, request.device, request.text_encoder_device)
     if options.guided and options.negative_prompt is None:
         negative_prompt = options.used_negative_prompt
         _say(
             console,
             f"true CFG {options.true_cfg_scale:g} with the default negative prompt {negative_prompt!r}",
         )
-    result = _generate(pipe, options, "denoising", watch)
+    with watch_compilations() as compilations:
+        result = _generate(pipe, options, "denoising", watch)
+    if options.compile:
+        _say(console, f"compiled: {compilations}")
     model = "demo" if request.model is None else request.model
     if request.contact_sheet:
         paths = [save_contact_sheet(result, request.output, model)]

@@ -1,4 +1,4 @@
-"""Load a QwenImage pipeline from a folder, from the Hub, or as the tiny demo."""
+"""Load a QwenImage pipeline from a folder, from the Hub, or the tiny demo."""
 
 import importlib
 import json
@@ -11,27 +11,27 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from . import emulator
 from .environment import has_tpu
 from .request import INDEX_FILE, check_local_model, check_model_choice
-from .tiny import tiny_pipeline
 
 PIPELINE_CLASS = "QwenImagePipeline"
+# The tiny model that qwenimage_tpu.painting trained.
+DEMO_MODEL = Path(__file__).parent / "painting" / "model"
 
 
 def load_pipeline(model: str | None, demo: bool, dtype: torch.dtype) -> QwenImagePipeline:
     """Load on the CPU, with diffusers' own progress bars off.
 
     model: a local folder as `save_pretrained` writes it, or a Hub id like "Qwen/Qwen-Image"; None with
-    `demo`, which builds the tiny pipeline from a fixed seed.
+    `demo`, which is the tiny model that paints coloured shapes.
     Raises ValueError if not exactly one of the two is given or if the model is of another pipeline class,
     OSError if the folder or the Hub model cannot be read.
     """
     check_model_choice(model, demo)
-    if model is None:
-        pipe = tiny_pipeline(dtype=dtype)
-    else:
-        _check_pipeline_class(model)
-        pipe = QwenImagePipeline.from_pretrained(model, dtype=dtype)
+    model = str(DEMO_MODEL) if model is None else model
+    _check_pipeline_class(model)
+    pipe = QwenImagePipeline.from_pretrained(model, dtype=dtype)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -71,20 +71,21 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def move_pipeline(pipe: QwenImagePipeline, device: str) -> QwenImagePipeline:
-    """Move the pipeline to "cpu" or "tpu"; "auto" takes the TPU if the machine has one.
+def move_pipeline(pipe: QwenImagePipeline, device: str, text_encoder_device: str) -> QwenImagePipeline:
+    """Move the pipeline, and its text encoder by itself, to "cpu" or "tpu".
 
     Raises ValueError if "tpu" is asked for but torch has no TPU device.
     """
-    if device == "auto":
-        device = "tpu" if has_tpu() else "cpu"
-    if device == "tpu":
-        _import_tpu_backend()
-    return pipe.to(device)
+    if "tpu" in (device, text_encoder_device):
+        import_tpu_backend()
+    pipe.to(device)
+    pipe.text_encoder.to(text_encoder_device)
+    return pipe
 
 
-def _import_tpu_backend() -> None:
-    if not has_tpu():
+def import_tpu_backend() -> None:
+    """Give torch its `tpu` device. Raises ValueError without TPU hardware or without torch-tpu."""
+    if not has_tpu() and not emulator.started():
         raise ValueError(
             "the device tpu needs TPU hardware, but there is no /dev/accel<number> or /dev/vfio/<number>; use"
             " --device cpu, or run on a TPU VM"

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 # Padded text lengths, in tokens: few, so that few programs are compiled.
 TEXT_BUCKETS = (128, 256, 512, 1024)
@@ -9,6 +10,9 @@ TEXT_BUCKETS = (128, 256, 512, 1024)
 SIZE_MULTIPLE = 16
 # diffusers' documented habit for true CFG without a negative prompt.
 DEFAULT_NEGATIVE_PROMPT = " "
+# The side of the pictures that the demo's model was trained on, enough steps for it, and the guidance with
+# which it paints best what it was trained on.
+DEMO_SIZE, DEMO_STEPS, DEMO_TRUE_CFG_SCALE = 96, 16, 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +22,8 @@ class GenerateOptions:
     Picture i (counted over all prompts) has the seed `seed + i`, so that it equals a run of its own.
     `true_cfg_scale` > 1 turns on classifier-free guidance with `negative_prompt`, or with " " if that is
     None. `text_bucket` fixes the padded text length; None takes the smallest of TEXT_BUCKETS that fits.
-    `kernel_repo` None means the default repository.
+    `kernel_repo` None means the default repository. `compile` "blocks" or "full" compiles the models, the
+    transformer by its blocks or as a whole; None runs them eagerly.
     Raises ValueError with the rule, the value and the remedy.
     """
 
@@ -33,6 +38,7 @@ class GenerateOptions:
     text_bucket: int | None = None
     kernels: bool = True
     kernel_repo: str | None = None
+    compile: Literal["blocks", "full"] | None = None
 
     def __post_init__(self) -> None:
         if not self.prompts:

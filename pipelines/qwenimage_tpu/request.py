@@ -20,6 +20,7 @@ class Request:
     demo: bool
     dtype: str
     device: str
+    text_encoder_device: str
     output: Path
     compare: bool
     contact_sheet: bool
@@ -28,12 +29,23 @@ class Request:
         check_model_choice(self.model, self.demo)
         if self.model is not None:
             check_local_model(self.model)
+        self._check_devices()
         check_output(self.output)
         check_writable(self.output)
         if self.contact_sheet:
             check_contact_sheet(self.output)
         if not self.options.kernels:
             self._check_no_kernel_flags()
+
+    def _check_devices(self) -> None:
+        if self.device == "cpu" and self.text_encoder_device == "tpu":
+            raise ValueError(
+                "--text-encoder-device tpu needs --device tpu, but the device is cpu; leave it out"
+            )
+        if self.device == "cpu" and self.options.compile:
+            raise ValueError(
+                f"--compile {self.options.compile} needs --device tpu, but the device is cpu; leave it out"
+            )
 
     def _check_no_kernel_flags(self) -> None:
         flags = {"--compare": self.compare, "--kernel-repo": self.options.kernel_repo is not None}
@@ -79,6 +91,13 @@ def check_writable(output: Path) -> None:
             f"pictures cannot be written to {output}: {folder} takes no new file ({error.strerror}); choose"
             " another --output"
         ) from error
+
+
+def check_report_path(output: Path) -> None:
+    """Raise ValueError unless `output` names a file, OSError unless it can be written."""
+    if output.is_dir():
+        raise ValueError(f"the report is one file, but {output} is a folder; name a file")
+    check_writable(output)
 
 
 def check_local_model(model: str) -> None:

@@ -1,11 +1,15 @@
 """Pad text embeddings to a few fixed lengths, so that a new prompt does not mean a new compilation."""
 
 from collections.abc import Sequence
+from types import MethodType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from .options import TEXT_BUCKETS
+
+Encoded = tuple[torch.Tensor, torch.Tensor]
 
 
 def smallest_bucket(tokens: int, buckets: Sequence[int] = TEXT_BUCKETS) -> int:
@@ -20,7 +24,7 @@ def smallest_bucket(tokens: int, buckets: Sequence[int] = TEXT_BUCKETS) -> int:
 
 def pad_to_bucket(
     embeds: torch.Tensor, mask: torch.Tensor | None, buckets: Sequence[int] = TEXT_BUCKETS
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Encoded:
     """Pad at the end with zeros to the smallest bucket that fits.
 
     embeds: [batch, tokens, dim], any float dtype. mask: [batch, tokens], 1 where a token is valid, or None
@@ -39,3 +43,69 @@ def pad_to_bucket(
         )
     padding = smallest_bucket(embeds.shape[1], buckets) - embeds.shape[1]
     return F.pad(embeds, (0, 0, 0, padding)), F.pad(mask, (0, padding))
+
+
+def use_text_buckets(pipe: Any, buckets: Sequence[int] = TEXT_BUCKETS) -> None:
+    """Let `pipe.encode_prompt` pad every text to the smallest bucket that fits, until `undo_text_buckets`.
+
+    pipe: a QwenImagePipeline. Its own calls then get embeddings [images, bucket, dim] and always a mask
+    [images, bucket], 1 for a valid token: of prompts, and of embeddings passed by hand with a mask or
+    without. A prompt's own tokens keep their values. With the text encoder on the CPU only the result is
+    padded; elsewhere its input is too, so that it is compiled once per bucket.
+    Several images of a prompt stand together, as do their masks: diffusers 0.42.1 orders the embeddings
+    [a, a, b, b] but the masks [a, b, a, b].
+    Afterwards a prompt that is longer than the largest bucket raises ValueError, as do bad buckets now.
+    """
+    if not buckets or min(buckets) < 1:
+        raise ValueError(f"text buckets must be one or more positive lengths, but are {tuple(buckets)}")
+
+    @torch.no_grad()
+    def encode_prompt(
+        self: Any,
+        prompt: str | list[str] | None = None,
+        device: torch.device | None = None,
+        num_images_per_prompt: int = 1,
+        prompt_embeds: torch.Tensor | None = None,
+        prompt_embeds_mask: torch.Tensor | None = None,
+        max_sequence_length: int = 1024,
+    ) -> Encoded:
+        if prompt_embeds is None:
+            texts = [prompt] if isinstance(prompt, str) else list(prompt or ())
+            prompt_embeds, prompt_embeds_mask = _encode(self, texts, buckets)
+        if prompt_embeds_mask is not None:
+            prompt_embeds_mask = prompt_embeds_mask[:, :max_sequence_length]
+        padded = pad_to_bucket(prompt_embeds[:, :max_sequence_length], prompt_embeds_mask, buckets)
+        embeds, mask = (part.to(device or self._execution_device) for part in padded)
+        images = num_images_per_prompt
+        return embeds.repeat_interleave(images, dim=0), mask.repeat_interleave(images, dim=0)
+
+    pipe.encode_prompt = MethodType(encode_prompt, pipe)
+
+
+def undo_text_buckets(pipe: Any) -> None:
+    """Give the pipeline its own `encode_prompt` back."""
+    del pipe.encode_prompt
+
+
+def _encode(pipe: Any, texts: list[str], buckets: Sequence[int]) -> Encoded:
+    """Embeddings [texts, tokens, dim], 0 where the mask [texts, tokens] is, on the text encoder's device."""
+    device, dropped = pipe.text_encoder.device, pipe.prompt_template_encode_start_idx
+    filled = [pipe.prompt_template_encode.format(text) for text in texts]
+    lengths = [len(ids) - dropped for ids in pipe.tokenizer(filled).input_ids]
+    longest = max(lengths)
+    try:
+        bucket = smallest_bucket(longest, buckets)
+    except ValueError as error:
+        raise ValueError(f"{texts[lengths.index(longest)][:40]!r}...: {error}") from error
+    tokens = pipe.tokenizer(
+        filled,
+        padding="max_length",
+        max_length=dropped + (longest if device.type == "cpu" else bucket),
+        padding_side="right",
+        return_tensors="pt",
+    ).to(device)
+    output = pipe.text_encoder(
+        input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, output_hidden_states=True
+    )
+    mask = tokens.attention_mask[:, dropped:]
+    return output.hidden_states[-1][:, dropped:] * mask[..., None].to(pipe.text_encoder.dtype), mask

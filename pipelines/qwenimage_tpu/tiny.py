@@ -1,7 +1,8 @@
 """A tiny QwenImage pipeline of the real diffusers and transformers classes, with weights from a seed.
 
-It is what `--demo` and the tests run: every code path of the real pipeline in a few megabytes, without
-a download. Its pictures are abstract, but they depend on the prompt and on the seed.
+It is what the tests run: every code path of the real pipeline in a few megabytes, without a download. Its
+pictures are abstract, but they depend on the prompt and on the seed. (`--demo` runs the trained model of
+`qwenimage_tpu.painting`, whose text encoder and tokenizer are made here too.)
 """
 
 import json

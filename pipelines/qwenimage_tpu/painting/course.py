@@ -31,9 +31,9 @@ class Course:
 
 FULL_COURSE = Course(
     vae=Recipe(steps=4000, batch=8, learning_rate=1.5e-3, cycles=2),
-    transformer=Recipe(steps=6000, batch=64, learning_rate=1e-3),
-    drawings=4000,
-    scores=6,
+    transformer=Recipe(steps=10_000, batch=64, learning_rate=2e-3),
+    drawings=16_000,
+    scores=10,
     scored_prompts=50,
 )
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from PIL import Image, ImageDraw
 
+from qwenimage_tpu.options import DEMO_SIZE
+
 from .vocabulary import (
     BACKGROUNDS,
     COLOURS,
@@ -18,7 +20,7 @@ from .vocabulary import (
     is_held_out,
 )
 
-PICTURE_SIZE = 96
+PICTURE_SIZE = DEMO_SIZE
 # Drawn this many times larger and scaled down, for smooth edges.
 SUPERSAMPLING = 4
 # The centre moves by up to this part of the picture's side.

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -11,9 +12,9 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from qwenimage_tpu.generate import generate
+from qwenimage_tpu.generate import prepared, run
 from qwenimage_tpu.loading import load_pipeline
-from qwenimage_tpu.options import GenerateOptions
+from qwenimage_tpu.options import DEMO_STEPS, DEMO_TRUE_CFG_SCALE, GenerateOptions
 
 from .captions import plain_caption
 from .drawings import PICTURE_SIZE, unseen_scenes
@@ -31,29 +32,32 @@ class Setting:
     """One way to make pictures of the first `prompts` unseen scenes. The dtype is the pipeline's own."""
 
     kernels: bool = True
-    true_cfg_scale: float = 4.0
+    true_cfg_scale: float = DEMO_TRUE_CFG_SCALE
     text_bucket: int | None = None
     negative_prompt: str | None = None
-    steps: int = 16
+    steps: int = DEMO_STEPS
+    compile: Literal["blocks", "full"] | None = None
     prompts: int = 100
 
 
 def paint(pipe: QwenImagePipeline, prompts: list[str], setting: Setting) -> list[Image.Image]:
     """One picture per prompt, in calls of BATCH pictures; picture i has the seed i."""
+    options = GenerateOptions(
+        prompts=tuple(prompts),
+        negative_prompt=setting.negative_prompt,
+        true_cfg_scale=setting.true_cfg_scale,
+        height=PICTURE_SIZE,
+        width=PICTURE_SIZE,
+        steps=setting.steps,
+        text_bucket=setting.text_bucket,
+        kernels=setting.kernels,
+        compile=setting.compile,
+    )
     images: list[Image.Image] = []
-    for start in range(0, len(prompts), BATCH):
-        options = GenerateOptions(
-            prompts=tuple(prompts[start : start + BATCH]),
-            negative_prompt=setting.negative_prompt,
-            true_cfg_scale=setting.true_cfg_scale,
-            height=PICTURE_SIZE,
-            width=PICTURE_SIZE,
-            steps=setting.steps,
-            seed=start,
-            text_bucket=setting.text_bucket,
-            kernels=setting.kernels,
-        )
-        images += generate(pipe, options).images
+    with prepared(pipe, options) as kernels:
+        for start in range(0, len(prompts), BATCH):
+            part = replace(options, prompts=options.prompts[start : start + BATCH], seed=start)
+            images += run(pipe, part, kernels).images
     return images
 
 
@@ -103,7 +107,10 @@ SETTINGS: dict[str, tuple[torch.dtype, Setting]] = {
     "kernels, bf16": (torch.bfloat16, Setting()),
     "stock diffusers, bf16": (torch.bfloat16, Setting(kernels=False)),
 }
-UNGUIDED = "kernels, true CFG 1"
+# And of these the second must paint better.
+GUIDANCE = {
+    f"kernels, true CFG {scale:g}": (torch.float32, Setting(true_cfg_scale=scale)) for scale in (1.0, 4.0)
+}
 
 
 def report(model: Path, console: Console) -> None:
@@ -114,8 +121,7 @@ def report(model: Path, console: Console) -> None:
     for column in ("setting", "colour", "shape", "background", "mean pixel difference to the first"):
         table.add_column(column)
     first: list[Image.Image] = []
-    unguided = {UNGUIDED: (torch.float32, Setting(true_cfg_scale=1.0))}
-    for name, (dtype, setting) in (SETTINGS | unguided).items():
+    for name, (dtype, setting) in (SETTINGS | GUIDANCE).items():
         pipe = load_pipeline(str(model), demo=False, dtype=dtype)
         images = paint(pipe, prompts, setting)
         first = first or images

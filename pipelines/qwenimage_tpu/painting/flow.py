@@ -15,8 +15,9 @@ from .training import Loss, step_generator
 
 # How often a caption is replaced by the empty one, for classifier-free guidance.
 DROPOUT = 0.12
-# The noise level is the sigmoid of a normal of this deviation: nearly uniform, rarer at both ends.
-LEVEL_DEVIATION = 1.5
+# The noise level is the sigmoid of a normal of this mean and deviation. High levels come more often, because
+# what the caption decides is decided there.
+LEVEL_MEAN, LEVEL_DEVIATION = 0.5, 1.2
 TEXT_BATCH = 256
 
 
@@ -76,7 +77,7 @@ def flow_loss(transformer: QwenImageTransformer2DModel, lesson: Lesson, seed: in
         generator = step_generator(seed, step)
         latents, embeds, mask = _choose(lesson, batch, generator)
         noise = torch.randn(latents.shape, generator=generator)
-        level = torch.sigmoid(LEVEL_DEVIATION * torch.randn(batch, generator=generator))
+        level = torch.sigmoid(LEVEL_MEAN + LEVEL_DEVIATION * torch.randn(batch, generator=generator))
         mixed = torch.lerp(latents, noise, level[:, None, None])
         with torch.autocast("cpu", torch.bfloat16):
             velocity = transformer(

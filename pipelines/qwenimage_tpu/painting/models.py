@@ -19,6 +19,9 @@ from .captions import random_caption
 from .drawings import random_scene
 
 LAYERS = 2
+# Of the word embeddings. With the usual 0.02 the words of a caption hardly differ beside what attention,
+# which random weights spread over the whole template, adds to all of them.
+EMBEDDING_DEVIATION = 1.0
 FIRST_LOG_VARIANCE = -5.0
 SILENT_LAYER = re.compile(r"(proj_out|norm_out\.linear|.*\.(img_mod|txt_mod)\.1)\.(weight|bias)")
 # Enough to hold every word of the captions, with a space before it and without.
@@ -33,6 +36,8 @@ def untrained_pipeline(seed: int) -> QwenImagePipeline:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         text_encoder = build_text_encoder(tokenizer)
+        embeddings: Any = text_encoder.get_input_embeddings()
+        nn.init.normal_(embeddings.weight, std=EMBEDDING_DEVIATION)
         vae, transformer = _vae(), _transformer()
     # It is never trained, so that it is already what will be saved.
     round_to_bfloat16(text_encoder)

@@ -1,0 +1,146 @@
+"""One QwenImage transformer block as torch-tpu compiles it: stock, and on our kernels.
+
+Both are captured from torch-tpu on the emulated device and compiled by the TPU's compiler, with real Pallas
+kernels inside; nothing runs. Cycles are executed bundles: waiting for memory is not in them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers import QwenImageTransformer2DModel
+from rich.console import Console
+from rich.table import Table
+
+from qwenimage_tpu_pallas.layouts import HEAD_DIM
+from qwenimage_tpu_pallas.shapes import HEADS, JointShape
+
+from .ahead_of_time import TOPOLOGIES
+from .compiled_program import CompiledProgram, compile_program
+from .emulator import Program, capture
+from .kernel_loader import load_kernels
+
+IMAGE_ROW = 64  # image tokens in a row; how they are arranged changes no shape
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class BlockCase:
+    """One block of the base model: its shape, and whether it is patched with our kernels."""
+
+    shape: JointShape
+    heads: int = HEADS
+    patched: bool = True
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def name(self) -> str:
+        return "on our kernels" if self.patched else "stock diffusers"
+
+
+def check_block(heads: int, image_tokens: int, text_tokens: int, generations: Sequence[str]) -> JointShape:
+    """The shape. Raises ValueError for one that the block does not take, and for an unknown generation."""
+    if heads < 1 or text_tokens < 1:
+        raise ValueError(f"heads and text tokens must be at least 1, but are {heads} and {text_tokens}")
+    if image_tokens < 1 or image_tokens % IMAGE_ROW:
+        raise ValueError(f"image tokens must be a positive multiple of {IMAGE_ROW}, but are {image_tokens}")
+    unknown = [name for name in generations if name not in TOPOLOGIES]
+    if unknown:
+        raise ValueError(f"TPU generations must be of {sorted(TOPOLOGIES)}, but are {unknown}")
+    return JointShape(image_tokens, text_tokens)
+
+
+def build_block(
+    case: BlockCase, implementation: str = "kernel", kernel_repo: str | None = None
+) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A block with weights of no meaning on the `tpu` device, and the inputs of one call, batch 1.
+
+    Stock, its text has no padding and no mask, as a single prompt's has; patched, its text is padded.
+    implementation: of the kernels, as in `patch_transformer`.
+    """
+    with torch.device("meta"):
+        transformer: Any = QwenImageTransformer2DModel(num_layers=1, num_attention_heads=case.heads)
+    transformer.to_empty(device="cpu").to(case.dtype).requires_grad_(False).eval()
+    transformer.pos_embed = QwenImageTransformer2DModel(num_layers=0, num_attention_heads=1).pos_embed
+    block = transformer.transformer_blocks[0]
+    for name in ("norm_q", "norm_k", "norm_added_q", "norm_added_k"):
+        torch.nn.init.ones_(getattr(block.attn, name).weight)
+    if case.patched:
+        kernels = load_kernels(kernel_repo).module
+        kernels.patch_transformer(transformer, implementation=implementation)
+    transformer.to("tpu")
+    return block, _inputs(transformer, case)
+
+
+def capture_block(case: BlockCase, kernel_repo: str | None = None) -> Program:
+    """The program of one call of the block; the emulated device must be started."""
+    block, inputs = build_block(case, kernel_repo=kernel_repo)
+    return capture(block, **inputs)
+
+
+def _inputs(transformer: Any, case: BlockCase) -> dict[str, Any]:
+    """What the transformer gives its blocks, zeros but for the rotary tables."""
+    channels, shape = case.heads * HEAD_DIM, case.shape
+
+    def zeros(*size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=case.dtype, device="tpu")
+
+    grid = [[(1, shape.image_tokens // IMAGE_ROW, IMAGE_ROW)]]
+    image_rope, text_rope = transformer.pos_embed(
+        grid, max_txt_seq_len=shape.text_tokens, device=torch.device("tpu")
+    )
+    arguments: dict[str, Any] = {
+        "hidden_states": zeros(1, shape.image_tokens, channels),
+        "encoder_hidden_states": zeros(1, shape.text_tokens, channels),
+        "encoder_hidden_states_mask": None,
+        "temb": zeros(1, channels),
+        "image_rotary_emb": (image_rope, text_rope),
+    }
+    if case.patched:
+        lengths = torch.full((1,), shape.text_tokens, dtype=torch.int32, device="tpu")
+        arguments["joint_attention_kwargs"] = {"text_lengths": lengths, "text_rotary_emb": text_rope}
+    return arguments
+
+
+def report(shape: JointShape, heads: int, generations: Sequence[str], console: Console) -> None:
+    """Print cycles and memory of the stock and of the patched block, and where their cycles go."""
+    cases = [BlockCase(shape, heads, patched=patched) for patched in (False, True)]
+    with console.status("capturing both blocks from torch-tpu"):
+        programs = {case: capture_block(case) for case in cases}
+    for generation in generations:
+        compiled: dict[BlockCase, CompiledProgram] = {}
+        for case, program in programs.items():
+            with console.status(f"compiling the block, {case.name}, for {generation}"):
+                compiled[case] = compile_program(program, TOPOLOGIES[generation])
+        _print(generation, compiled, console)
+
+
+def _print(generation: str, compiled: dict[BlockCase, CompiledProgram], console: Console) -> None:
+    (stock, first), (_, second) = compiled.items()
+    console.print(
+        f"[bold]{generation}[/], one block, {stock.heads} heads, {stock.shape} tokens: stock"
+        f" {first.schedule.cycles:,} cycles, ours {second.schedule.cycles:,}"
+        f" ({first.schedule.cycles / second.schedule.cycles:.2f} times fewer)"
+    )
+    for case, program in compiled.items():
+        console.print(_table(case, program))
+
+
+def _table(case: BlockCase, program: CompiledProgram, rows: int = 10) -> Table:
+    """The kernels that take most cycles, and the rest in one row."""
+    memory = program.memory
+    table = Table(
+        title=f"{case.name}: {program.schedule.cycles:,} cycles, weights and inputs"
+        f" {memory.arguments / GIB:.2f} GiB, temporaries {memory.temporaries / GIB:.2f} GiB"
+    )
+    table.add_column("fusion or kernel", overflow="fold")
+    for column in ("calls", "cycles", "share"):
+        table.add_column(column, justify="right")
+    total = program.schedule.cycles
+    kernels = sorted(program.schedule.kernels, key=lambda kernel: -kernel.calls * kernel.cycles)
+    shown = [(kernel.name, str(kernel.calls), kernel.calls * kernel.cycles) for kernel in kernels[:rows]]
+    rest = total - sum(cycles for _, _, cycles in shown)
+    for name, calls, cycles in [*shown, (f"{len(kernels) - len(shown)} others", "", rest)]:
+        table.add_row(name, calls, f"{cycles:,}", f"{cycles / total:.1%}")
+    return table

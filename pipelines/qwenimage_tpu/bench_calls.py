@@ -1,0 +1,122 @@
+"""What a QwenImage pipeline asks of a TPU: compilations and transfers, stock diffusers beside ours.
+
+Counted on the emulated device, in the PJRT calls of torch-tpu itself, on the demo's tiny model: what is
+compiled and transferred does not depend on the weights.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from .compilation import enable_tpu_compile, use_static_shapes
+from .emulator import Counts, read_counts
+from .generate import attach_kernels
+from .kernel_loader import load_kernels
+from .loading import load_pipeline, move_pipeline
+from .options import DEMO_SIZE
+
+STEPS = 4
+PROMPT, OTHER_PROMPT = (
+    "a red star on a white background",
+    "a small blue ring on a beige background",
+)
+COLUMNS = ("compilations", "executions", "host_to_device", "device_to_host")
+
+
+@dataclass
+class Recorder:
+    """Counts by what was done."""
+
+    rows: dict[str, Counts] = field(default_factory=dict[str, Counts])
+
+    def record(self, label: str, action: Callable[[], Any]) -> None:
+        before = read_counts()
+        action()
+        self.rows[label] = read_counts() - before
+
+
+def count_calls(pipe: Any) -> dict[str, Counts]:
+    """Counts of a first picture, of the denoising loop of the next, and of what changes after it."""
+    call: dict[str, Any] = {
+        "negative_prompt": " ",
+        "height": DEMO_SIZE,
+        "width": DEMO_SIZE,
+        "num_inference_steps": STEPS,
+    }
+
+    def paint(prompt: str = PROMPT, **changes: Any) -> None:
+        pipe(prompt, generator=torch.Generator().manual_seed(0), **(call | changes))
+
+    recorder = Recorder()
+    recorder.record("first picture", paint)
+    recorder.rows[f"loop of {STEPS} steps"] = _count_loop(pipe, paint)
+    recorder.record("same again", paint)
+    recorder.record("another prompt", lambda: paint(OTHER_PROMPT))
+    recorder.record("another negative prompt", lambda: paint(negative_prompt="a purple star"))
+    recorder.record("another guidance scale", lambda: paint(true_cfg_scale=2.5))
+    recorder.record(f"{STEPS + 1} steps", lambda: paint(num_inference_steps=STEPS + 1))
+    return recorder.rows
+
+
+def _count_loop(pipe: Any, paint: Callable[..., None]) -> Counts:
+    """From the moment the pipeline shows its progress bar to the end of the last step."""
+    marks: list[Counts] = []
+    progress_bar = pipe.progress_bar
+
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        marks.append(read_counts())
+        return progress_bar(*args, **kwargs)
+
+    def after_step(_pipe: Any, step: int, _timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if step == STEPS - 1:
+            marks.append(read_counts())
+        return tensors
+
+    pipe.progress_bar = begin
+    try:
+        paint(callback_on_step_end=after_step)
+    finally:
+        del pipe.progress_bar
+    return marks[1] - marks[0]
+
+
+def report(console: Console) -> None:
+    """Count for stock diffusers, eager and compiled, and for ours, and print the table."""
+    pipelines = {"stock, eager": _stock, "stock, blocks compiled": _stock_compiled, "ours": _ours}
+    counts: dict[str, dict[str, Counts]] = {}
+    for name, build in pipelines.items():
+        with console.status(f"painting with {name}"):
+            torch.compiler.reset()
+            counts[name] = count_calls(build())
+    table = Table(title="compilations / executions / host to device / device to host")
+    table.add_column("", no_wrap=True)
+    for name in counts:
+        table.add_column(name, justify="right")
+    for label in next(iter(counts.values())):
+        cells = [
+            " / ".join(str(getattr(rows[label], column)) for column in COLUMNS) for rows in counts.values()
+        ]
+        table.add_row(label, *cells)
+    console.print(table)
+
+
+def _stock() -> Any:
+    return move_pipeline(load_pipeline(None, demo=True, dtype=torch.float32), "tpu", "tpu")
+
+
+def _stock_compiled() -> Any:
+    pipe = _stock()
+    enable_tpu_compile(pipe)
+    return pipe
+
+
+def _ours() -> Any:
+    pipe = _stock()
+    attach_kernels(pipe, load_kernels())
+    use_static_shapes(pipe)
+    enable_tpu_compile(pipe)
+    return pipe
