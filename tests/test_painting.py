@@ -8,7 +8,8 @@ import torch
 from diffusers import QwenImagePipeline
 from safetensors import safe_open
 
-from qwenimage_tpu.loading import DEMO_MODEL, load_pipeline
+from emulated_process import EmulatedProcess
+from qwenimage_tpu.loading import DEMO_MODEL, load_pipeline, move_pipeline
 from qwenimage_tpu.painting.captions import plain_caption
 from qwenimage_tpu.painting.drawings import unseen_scenes
 from qwenimage_tpu.painting.evaluation import (
@@ -71,6 +72,19 @@ def test_a_negative_prompt_lowers_a_colours_share(painter: QwenImagePipeline):
     assert effect.with_it < 0.5 * effect.without
 
 
+def score_on_tpu(prompts: int) -> Score:
+    pipe = move_pipeline(load_pipeline(None, demo=True, dtype=torch.float32), "tpu", "cpu")
+    return score_setting(pipe, Setting(prompts=prompts, compile="blocks"))
+
+
+@pytest.mark.xdist_group("emulated TPU")
+def test_unseen_prompts_compiled_on_the_emulated_tpu(
+    painter: QwenImagePipeline, emulated_tpu: EmulatedProcess
+):
+    score = emulated_tpu.run(score_on_tpu, BATCH)
+    assert score == score_setting(painter, STOCK)
+
+
 @pytest.fixture(scope="module")
 def score_with_kernels(painter: QwenImagePipeline) -> Score:
     return score_setting(painter, Setting())
@@ -80,8 +94,19 @@ def score_with_kernels(painter: QwenImagePipeline) -> Score:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_hundred_unseen_prompts_in_every_setting(score_with_kernels: Score, name: str):
     dtype, setting = SETTINGS[name]
-    score = score_setting(load_pipeline(None, demo=True, dtype=dtype), setting)
+    check_alike(score_setting(load_pipeline(None, demo=True, dtype=dtype), setting), score_with_kernels)
+
+
+@pytest.mark.full
+@pytest.mark.xdist_group("emulated TPU")
+def test_a_hundred_unseen_prompts_compiled_on_the_emulated_tpu(
+    score_with_kernels: Score, emulated_tpu: EmulatedProcess
+):
+    check_alike(emulated_tpu.run(score_on_tpu, 100), score_with_kernels)
+
+
+def check_alike(score: Score, expected: Score) -> None:
     assert score.colour >= COLOUR
     assert score.shape >= SHAPE
-    assert score.colour == pytest.approx(score_with_kernels.colour, abs=SETTINGS_DIFFER_BY + 1e-9)
-    assert score.shape == pytest.approx(score_with_kernels.shape, abs=SETTINGS_DIFFER_BY + 1e-9)
+    assert score.colour == pytest.approx(expected.colour, abs=SETTINGS_DIFFER_BY + 1e-9)
+    assert score.shape == pytest.approx(expected.shape, abs=SETTINGS_DIFFER_BY + 1e-9)

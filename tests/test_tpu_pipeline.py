@@ -1,5 +1,6 @@
 """The pipeline on torch-tpu, on the emulated device: right, compiled once, and quiet."""
 
+import logging
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -8,6 +9,7 @@ import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 
 from emulated_process import EmulatedProcess
+from qwenimage_tpu import compilation
 from qwenimage_tpu.compilation import (
     enable_tpu_compile,
     static_shapes,
@@ -144,6 +146,32 @@ def test_nothing_compiles_after_the_warm_up(emulated_tpu: EmulatedProcess, mode:
     counts, programs = emulated_tpu.run(count_twenty_prompts, mode)
     assert counts.compilations == counts.cache_loads == programs == 0
     assert counts.executions > 0
+
+
+def count_a_new_size() -> tuple[list[int], list[str]]:
+    """Compilations of two calls at the size that was warmed up, and of two at another; and the warnings."""
+    pipe = ready_pipeline("blocks")
+    call: dict[str, Any] = {"negative_prompt": " ", "num_inference_steps": 2}
+    tpu_warmup(pipe, "warm", **call, **SIZE)
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    compilation.logger.addHandler(handler)
+    counts = [read_counts()]
+    other = {"height": 80, "width": 64}
+    for size in (SIZE, SIZE, other, other):
+        pipe("a red fox", **call, **size)
+        counts.append(read_counts())
+    compilation.logger.removeHandler(handler)
+    return [(after - before).compilations for before, after in pairwise(counts)], records
+
+
+def test_a_new_size_compiles_once_and_says_so(emulated_tpu: EmulatedProcess):
+    (first, second, new, again), warnings = emulated_tpu.run(count_a_new_size)
+    assert (first, second, again) == (0, 0, 0)
+    assert new > 0
+    assert warnings
+    assert all(w.startswith("compiling after the warm-up: this size, batch") for w in warnings)
 
 
 def count_the_loop(steps: int) -> list[Counts]:

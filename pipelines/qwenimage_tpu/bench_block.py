@@ -61,7 +61,8 @@ def build_block(
     """
     with torch.device("meta"):
         transformer: Any = QwenImageTransformer2DModel(num_layers=1, num_attention_heads=case.heads)
-    transformer.to_empty(device="cpu").to(case.dtype).requires_grad_(False).eval()
+    # diffusers' own `to` warns about modules to be kept in float32 even where there are none.
+    torch.nn.Module.to(transformer.to_empty(device="cpu"), case.dtype).requires_grad_(False).eval()
     transformer.pos_embed = QwenImageTransformer2DModel(num_layers=0, num_attention_heads=1).pos_embed
     block = transformer.transformer_blocks[0]
     for name in ("norm_q", "norm_k", "norm_added_q", "norm_added_k"):

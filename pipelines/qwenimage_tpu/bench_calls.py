@@ -4,7 +4,9 @@ Counted on the emulated device, in the PJRT calls of torch-tpu itself, on the de
 compiled and transferred does not depend on the weights.
 """
 
+import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from . import emulator
 from .compilation import enable_tpu_compile, use_static_shapes
 from .emulator import Counts, read_counts
 from .generate import attach_kernels
@@ -88,10 +91,14 @@ def report(console: Console) -> None:
     """Count for stock diffusers, eager and compiled, and for ours, and print the table."""
     pipelines = {"stock, eager": _stock, "stock, blocks compiled": _stock_compiled, "ours": _ours}
     counts: dict[str, dict[str, Counts]] = {}
+    context = multiprocessing.get_context("spawn")
     for name, build in pipelines.items():
-        with console.status(f"painting with {name}"):
-            torch.compiler.reset()
-            counts[name] = count_calls(build())
+        # Each in a process of its own, since torch-tpu keeps the programs of single operations.
+        with (
+            console.status(f"painting with {name}"),
+            ProcessPoolExecutor(1, context, emulator.start) as process,
+        ):
+            counts[name] = process.submit(_count, build).result()
     table = Table(title="compilations / executions / host to device / device to host")
     table.add_column("", no_wrap=True)
     for name in counts:
@@ -102,6 +109,10 @@ def report(console: Console) -> None:
         ]
         table.add_row(label, *cells)
     console.print(table)
+
+
+def _count(build: Callable[[], Any]) -> dict[str, Counts]:
+    return count_calls(build())
 
 
 def _stock() -> Any:

@@ -227,10 +227,8 @@ def bench_calls_command() -> None:
     with _readable_errors():
         from rich.console import Console
 
-        from . import emulator
         from .bench_calls import report
 
-        emulator.start()
         report(Console(width=120))
 
 

@@ -1,11 +1,14 @@
 """Compile a stock QwenImage pipeline for the TPU, and keep it from compiling again."""
 
+import inspect
 import logging
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch._dynamo.callback import callback_handler
@@ -99,18 +102,28 @@ def tpu_warmup(pipe: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Run the pipeline once with these arguments, so that later calls of the same shapes compile nothing.
 
     Two denoising steps are enough, as their number changes no program; another one can be given. When a
-    later call compiles all the same, a warning says so.
+    later call of the pipeline compiles all the same, a warning says so.
     """
     pipe(*args, **({"num_inference_steps": 2} | kwargs))
+    _warmed_up.add(pipe)
     if _warn_of_compilation not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(_warn_of_compilation)
 
 
+_warmed_up: WeakSet[Any] = WeakSet()
+
+
 def _warn_of_compilation(_: Any) -> None:
-    logger.warning(
-        "compiling after the warm-up: this size, batch or text bucket is new. It takes longer once; warm up"
-        " with tpu_warmup() what you need"
-    )
+    """Warn if a pipeline that was warmed up is running: torch's callback does not say who compiles."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "__call__" and frame.f_locals.get("self") in _warmed_up:
+            logger.warning(
+                "compiling after the warm-up: this size, batch or text bucket is new, and takes longer once."
+                " Warm up with tpu_warmup() what you need"
+            )
+            return
+        frame = frame.f_back
 
 
 @dataclass

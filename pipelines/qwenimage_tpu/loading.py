@@ -1,11 +1,15 @@
 """Load a QwenImage pipeline from a folder, from the Hub, or the tiny demo."""
 
+import contextlib
 import importlib
 import json
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import diffusers.utils.logging
 import torch
+import transformers.utils.logging
 from diffusers import QwenImagePipeline
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HFValidationError
@@ -29,11 +33,27 @@ def load_pipeline(model: str | None, demo: bool, dtype: torch.dtype) -> QwenImag
     OSError if the folder or the Hub model cannot be read.
     """
     check_model_choice(model, demo)
-    model = str(DEMO_MODEL) if model is None else model
-    _check_pipeline_class(model)
-    pipe = QwenImagePipeline.from_pretrained(model, dtype=dtype)
+    path = str(DEMO_MODEL) if model is None else model
+    _check_pipeline_class(path)
+    with contextlib.nullcontext() if model else _no_progress_bars():
+        pipe = QwenImagePipeline.from_pretrained(path, dtype=dtype)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+@contextlib.contextmanager
+def _no_progress_bars() -> Generator[None]:
+    """Loading the demo takes no time that a bar could show."""
+    libraries = (diffusers.utils.logging, transformers.utils.logging)
+    shown = [library.is_progress_bar_enabled() for library in libraries]
+    for library in libraries:
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library, was_shown in zip(libraries, shown, strict=True):
+            if was_shown:
+                library.enable_progress_bar()
 
 
 def _check_pipeline_class(model: str) -> None:

@@ -5,6 +5,7 @@ cycle. How often a bundle runs follows from the scalar unit's instructions alone
 loop counters, grid indices and the predicates of `pl.when`, however nested. Waiting for memory is not in it.
 """
 
+import functools
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,11 +19,24 @@ END = re.compile(r"End region (\d+)")
 CALL = re.compile(r"inlined_call\b[^/]*/\* %?(\S+)")
 DUMP = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt")
 TOP_LEVEL = "TLP"
+EQUIVALENT = re.compile(r"^key:(\S+)\n(?:.*\n)*?equivalent_hlos\[size=\d+\]:\n((?:  .*\n)*)", re.MULTILINE)
 DEFINITION = re.compile(r"%([sp]\d+)_\w+ = (\S+) *(.*)", re.DOTALL)
+# A division gives its result later, by a pop that names it; the comment says which result.
+DIVISION = re.compile(r"%(\d+) = (sdivrem\S*) *(.*?)/\* (k\w+) \*/", re.DOTALL)
 BRANCH = re.compile(r"sbr\.rel \((!?)%([sp]\d+)_\w+\) target = \$region(\d+)")
 JUMP = re.compile(r"sbr\.rel target = \$region(\d+)")
-PREDICATE = re.compile(r"^\((!?)%(p\d+)_\w+\),? *")
-OPERAND = re.compile(r"%([sp]\d+)_\w+|(?<![\w.#+\[])(-?\d+)(?![\w.\]])")
+PREDICATE = re.compile(r"\((!?)%(p\d+)_\w+(?:, %([sp]\d+)_\w+)?\),? *")
+STORE = re.compile(r"%\d+ = (sst\S*) +(.*)", re.DOTALL)
+# A value, an address in an allocation, an offset, a number.
+OPERAND = re.compile(
+    r"%(?P<value>[sp]\d+)_\w+"
+    r"|%(?P<division>\d+)"
+    r"|\[#allocation(?P<allocation>\d+)(?:_spill)?(?: \+ \$0x(?P<within>[0-9a-f]+))?\]"
+    r"|\$0x(?P<offset>[0-9a-f]+)"
+    r"|(?<![\w.#+\[$])(?P<number>-?\d+)(?![\w.\]])"
+)
+# Allocations lie apart, wherever they really are: addresses are only compared within one.
+ALLOCATION_SIZE = 2**20
 WORD = 2**32
 MAX_BRANCHES = 20_000_000
 
@@ -36,12 +50,17 @@ Operand = str | int
 
 @dataclass(frozen=True)
 class Instruction:
-    """A scalar instruction: it sets the value `target`, if the predicate (a value and its sense) allows."""
+    """A scalar instruction: it sets the value `target`, if the predicate (a value and its sense) allows;
+    if not, to the value `otherwise`, where there is one.
+
+    A store to the scalar memory has an empty target; its last operand is stored at the sum of the others.
+    """
 
     target: str
     opcode: str
     operands: tuple[Operand, ...]
     predicate: tuple[str, bool] | None
+    otherwise: str | None
 
 
 @dataclass(frozen=True)
@@ -79,11 +98,17 @@ def _parse_bundle(text: str) -> Bundle:
         ends=frozenset(int(number) for number in END.findall(markers)),
     )
     instructions: list[Instruction] = []
-    for part in COMMENT.sub("", body).split(";;"):
-        if "sbr" in part:
+    for commented in body.split(";;"):
+        part = COMMENT.sub("", commented)
+        if match := DIVISION.match(commented.strip()):
+            target, opcode, operands, result = match.groups()
+            instructions.append(_parse_instruction(f"d{target}", f"{opcode}.{result}", operands))
+        elif "sbr" in part:
             bundle.branch = _parse_branch(part)
         elif match := DEFINITION.match(part.strip()):
             instructions.append(_parse_instruction(*match.groups()))
+        elif match := STORE.match(part.strip()):
+            instructions.append(_parse_instruction("", *match.groups()))
     bundle.instructions = _in_order(instructions)
     return bundle
 
@@ -97,12 +122,23 @@ def _parse_branch(text: str) -> Branch:
 
 
 def _parse_instruction(target: str, opcode: str, rest: str) -> Instruction:
-    predicate = None
-    if match := PREDICATE.match(rest):
-        predicate = match[2], not match[1]
-        rest = rest[match.end() :]
-    operands = tuple(name or int(number) for name, number in OPERAND.findall(rest))
-    return Instruction(target, opcode, operands, predicate)
+    predicate, otherwise = None, None
+    if match := PREDICATE.search(rest):
+        predicate, otherwise = (match[2], not match[1]), match[3]
+        rest = rest[: match.start()] + rest[match.end() :]
+    operands = tuple(_parse_operand(match) for match in OPERAND.finditer(rest))
+    return Instruction(target, opcode, operands, predicate, otherwise)
+
+
+def _parse_operand(match: re.Match[str]) -> Operand:
+    parts = match.groupdict()
+    if parts["value"]:
+        return parts["value"]
+    if parts["division"]:
+        return f"d{parts['division']}"
+    if parts["allocation"]:
+        return (int(parts["allocation"]) + 1) * ALLOCATION_SIZE + int(parts["within"] or "0", 16)
+    return int(parts["offset"], 16) if parts["offset"] else int(parts["number"])
 
 
 def _in_order(instructions: Sequence[Instruction]) -> list[Instruction]:
@@ -120,7 +156,7 @@ def _in_order(instructions: Sequence[Instruction]) -> list[Instruction]:
 
 
 def _reads(instruction: Instruction) -> set[Operand]:
-    reads = set(instruction.operands) - {instruction.target}
+    reads = {*instruction.operands, instruction.otherwise or ""} - {instruction.target, ""}
     return reads | {instruction.predicate[0]} if instruction.predicate else reads
 
 
@@ -134,6 +170,7 @@ BINARY: dict[str, Callable[[int, int], int]] = {
     "sadd": operator.add,
     "ssub": operator.sub,
     "smul": operator.mul,
+    "smulhi": lambda a, b: a * b >> 32,
     "sand": operator.and_,
     "sor": operator.or_,
     "sxor": operator.xor,
@@ -156,7 +193,7 @@ COMPARE: dict[str, Callable[[int, int], bool]] = {
     "gt": operator.gt,
     "ge": operator.ge,
 }
-COPIES = ("smov", "pmov", "int_to_ptr", "sphi")
+COPIES = ("smov", "pmov", "int_to_ptr", "sphi", "spop")
 
 
 def _evaluate(opcode: str, values: Sequence[int | None]) -> int | None:
@@ -171,12 +208,16 @@ def _evaluate(opcode: str, values: Sequence[int | None]) -> int | None:
     if not values or None in values:
         return None
     known = [value for value in values if value is not None]
+    if name == "scalar_lea":
+        return sum(known) % WORD
     if name in COPIES and len(known) == 1:
         return known[0]
     if name == "pneg":
         return 1 - known[0]
     if len(known) != 2:
         return None
+    if name == "sdivrem" and known[1]:
+        return known[0] % known[1] if opcode.endswith("kRem") else known[0] // known[1]
     if name in BINARY and ("f32" not in kind):
         return BINARY[name](*known) % WORD
     if name == "scmp" and (".s32" in opcode or ".u32" in opcode):
@@ -187,27 +228,40 @@ def _evaluate(opcode: str, values: Sequence[int | None]) -> int | None:
 
 
 class _Machine:
-    """The scalar unit: the values that are known, and when each was set."""
+    """The scalar unit: the values that are known, and when each was set, and its memory (for spills)."""
 
     def __init__(self, inputs: Mapping[str, int]) -> None:
         self._values: dict[str, int | None] = dict(inputs)
         self._set_at: dict[str, int] = {}
+        self._memory: dict[int | None, int | None] = {}
         self._clock = 0
 
     def run(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
             allowed = self.holds(instruction.predicate)
-            if allowed is False:
+            if allowed is False and instruction.otherwise is None:
                 continue
             self._clock += 1
-            self._values[instruction.target] = self._result(instruction) if allowed else None
+            if instruction.opcode.startswith("sst"):
+                *address, value = map(self._read, instruction.operands)
+                self._memory[_sum(address)] = value if allowed else None
+                continue
+            self._values[instruction.target] = self._choose(instruction, allowed)
             self._set_at[instruction.target] = self._clock
+
+    def _choose(self, instruction: Instruction, allowed: bool | None) -> int | None:
+        if allowed is False and instruction.otherwise is not None:
+            return self._read(instruction.otherwise)
+        return self._result(instruction) if allowed else None
 
     def _result(self, instruction: Instruction) -> int | None:
         operands = instruction.operands
         if instruction.opcode == "sphi":
             # A phi takes the value of the edge it is entered by: the one that was set last.
             operands = (max(operands, key=lambda name: self._set_at.get(str(name), 0)),)
+        if instruction.opcode.startswith("sld"):
+            address = _sum([self._read(operand) for operand in operands])
+            return None if address is None else self._memory.get(address)
         return _evaluate(instruction.opcode, [self._read(operand) for operand in operands])
 
     def _read(self, operand: Operand) -> int | None:
@@ -218,6 +272,11 @@ class _Machine:
             return True
         value = self._values.get(predicate[0])
         return None if value is None else (value != 0) == predicate[1]
+
+
+def _sum(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) % WORD if len(known) == len(values) else None
 
 
 @dataclass(frozen=True)
@@ -329,11 +388,23 @@ def read_schedule(folder: Path) -> ProgramSchedule:
     for bundle, count in zip(bundles, execution.counts, strict=True):
         for name in bundle.calls:
             calls[name] = calls.get(name, 0) + count
-    missing = sorted(calls.keys() - dumps.keys())
+    same = _equivalents(folder)
+    missing = sorted(name for name in calls if same.get(name, name) not in dumps)
     if missing:
         raise ScheduleError(f"{folder} has no dump of {missing}, which the program calls")
-    kernels = (
-        Kernel(name, count, execute(parse_bundles(dumps[name].read_text())).cycles)
-        for name, count in calls.items()
-    )
+
+    @functools.cache
+    def cycles(name: str) -> int:
+        return execute(parse_bundles(dumps[name].read_text())).cycles
+
+    kernels = (Kernel(name, count, cycles(same.get(name, name))) for name, count in calls.items())
     return ProgramSchedule(tuple(kernels), execution.cycles)
+
+
+def _equivalents(folder: Path) -> dict[str, str]:
+    """Which other fusion's code a fusion shares: the compiler keeps one of several equal ones."""
+    same: dict[str, str] = {}
+    for path in folder.glob(f"*-{TOP_LEVEL}-*-deduplication-map.txt"):
+        for key, names in EQUIVALENT.findall(path.read_text()):
+            same |= dict.fromkeys(names.split(), key)
+    return same

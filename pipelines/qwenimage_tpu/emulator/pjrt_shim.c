@@ -24,6 +24,7 @@ enum position {  // in the function table
   ERROR_DESTROY = 0,
   ERROR_MESSAGE = 1,
   ERROR_GET_CODE = 2,
+  PLUGIN_ATTRIBUTES = 4,
   CLIENT_CREATE = 10,
   CLIENT_COMPILE = 20,
   CLIENT_BUFFER_FROM_HOST_BUFFER = 22,
@@ -55,6 +56,11 @@ struct api {
 };
 
 // The heads of the arguments that are read; what follows them is passed on untouched.
+struct named_value {
+  size_t struct_size; void *extensions; const char *name; size_t name_size; int type; const int64_t *array;
+  size_t value_size;
+};
+struct plugin_attributes { size_t struct_size; void *extensions; const struct named_value *values; size_t count; };
 struct client_create { size_t struct_size; void *extensions; const void *options; size_t option_count; };
 struct program { size_t struct_size; void *extensions; const char *code; size_t code_size; };
 struct client_compile {
@@ -165,6 +171,25 @@ static error_t *error_destroy(void *pointer) {
 }
 
 // The functions that are counted or changed -----------------------------------------------------------------
+
+// torch-tpu writes its programs in the version of StableHLO that the plugin reads: libtpu 0.0.50's, so that
+// what the TPU could not read is not written here either.
+static const int64_t stablehlo_version[3] = {1, 16, 3};
+
+static error_t *plugin_attributes(void *pointer) {
+  static struct named_value values[32];
+  struct plugin_attributes *arguments = pointer;
+  error_t *error = cpu->functions[PLUGIN_ATTRIBUTES](pointer);
+  if (error) return error;
+  size_t count = arguments->count < 32 ? arguments->count : 32;
+  memcpy(values, arguments->values, count * sizeof *values);
+  for (size_t i = 0; i < count; ++i)
+    if (values[i].value_size == 3 && strncmp(values[i].name, "stablehlo_current_version", values[i].name_size) == 0)
+      values[i].array = stablehlo_version;
+  arguments->values = values;
+  arguments->count = count;
+  return NULL;
+}
 
 static error_t *client_create(void *pointer) {
   // The CPU plugin refuses options that it does not know, and all that torch-tpu gives are the TPU's.
@@ -310,6 +335,7 @@ EXPORT struct api *GetPjrtApi(void) {
   functions[ERROR_DESTROY] = error_destroy;
   functions[ERROR_MESSAGE] = error_message;
   functions[ERROR_GET_CODE] = error_get_code;
+  functions[PLUGIN_ATTRIBUTES] = plugin_attributes;
   functions[CLIENT_CREATE] = client_create;
   functions[CLIENT_COMPILE] = client_compile;
   functions[CLIENT_BUFFER_FROM_HOST_BUFFER] = buffer_from_host;
