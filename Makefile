@@ -5,6 +5,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.setup-complete
 PROMPT ?= a red star on a white background
+# By the environment, so that the shell leaves its quotes and dollars alone.
+demo: export PROMPT := $(value PROMPT)
 
 # Another project's active environment must not leak into this one. What says where packages come from
 # (index, proxy, certificates) stays.
@@ -20,7 +22,7 @@ help: ## list the targets
 
 demo: $(SETUP) ## paint out/demo.png with and without the kernels and compare (CPU, tiny model)
 	@mkdir -p out
-	$(BIN)/qwenimage-tpu generate --demo --compare -o out/demo.png "$(PROMPT)"
+	$(BIN)/qwenimage-tpu generate --demo --compare -o out/demo.png "$$PROMPT"
 
 test: $(SETUP) ## the tests, without the full cross products
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not full"

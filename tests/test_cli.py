@@ -100,8 +100,16 @@ def test_a_contact_sheet(tmp_path: Path):
         (["--model", "./none", "--no-kernels"], "'./none' is neither an existing folder nor a Hub id"),
         (["--model", ""], "'' is neither an existing folder nor a Hub id"),
         (["--demo", "--kernel-repo", "./none"], "'./none' is neither"),
+        (["--demo", "--compile", "full"], "--compile full needs --device tpu, but the device is cpu"),
+        (["--demo", "--text-encoder-device", "tpu"], "needs --device tpu, but the device is cpu"),
+        (["--demo", "--device", "tpu"], "the device tpu needs TPU hardware"),
+        (["--demo", "--compile-cache", "cache"], "keeps what is compiled, but nothing is; leave it out"),
+        (["--demo", "--device", "tpu", "--compile-cache", "/proc/none"], "cannot be kept in /proc/none"),
         (["--demo", "-o", "/dev/full"], "a picture cannot replace /dev/full, which is no ordinary file"),
-        (["--demo", "-o", "/proc/fox.png"], "cannot be written to /proc/fox.png: /proc takes no new file"),
+        (
+            ["--demo", "-o", "/proc/fox.png"],
+            "be written to /proc/fox.png: /proc takes no new file",
+        ),
         (["--demo", "-o", f"{__file__}/fox.png"], "takes no new file (Not a directory); choose another"),
     ],
 )

@@ -328,7 +328,7 @@ def test_device_auto_is_the_cpu_without_a_tpu(pipe: QwenImagePipeline, monkeypat
     monkeypatch.setattr(environment, "has_tpu", lambda: False)
     monkeypatch.setattr(loading, "has_tpu", lambda: False)
     assert environment.choose_device("auto") == "cpu"
-    with pytest.raises(ValueError, match=r"the device tpu needs TPU hardware, .* use --device cpu"):
+    with pytest.raises(ValueError, match=r"the device tpu needs TPU hardware, .* generate --device cpu"):
         loading.move_pipeline(pipe, "tpu", "cpu")
 
 

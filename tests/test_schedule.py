@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from qwenimage_tpu.schedule import ScheduleError, execute, parse_bundles, read_schedule
+from qwenimage_tpu.bundles import ScheduleError, parse_bundles
+from qwenimage_tpu.schedule import execute, read_schedule
 
 # Compiled once each, in one process: how a loop, a condition and a nested condition change the count.
 KERNELS = """

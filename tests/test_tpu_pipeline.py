@@ -10,6 +10,7 @@ from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 
 from emulated_process import EmulatedProcess
 from qwenimage_tpu import compilation
+from qwenimage_tpu.bench_calls import count_steps
 from qwenimage_tpu.compilation import (
     enable_tpu_compile,
     static_shapes,
@@ -171,37 +172,22 @@ def test_a_new_size_compiles_once_and_says_so(emulated_tpu: EmulatedProcess):
     assert (first, second, again) == (0, 0, 0)
     assert new > 0
     assert warnings
-    assert all(w.startswith("compiling after the warm-up: this size, batch") for w in warnings)
+    assert all(w.startswith("compiling after the warm-up, which takes") for w in warnings)
 
 
 def count_the_loop(steps: int) -> list[Counts]:
-    """The counts when the loop begins, and after each step."""
     pipe = ready_pipeline("blocks")
     call: dict[str, Any] = {"negative_prompt": " ", "num_inference_steps": steps} | SIZE
     tpu_warmup(pipe, "warm", **call)
-    counts: list[Counts] = []
-    progress_bar = pipe.progress_bar
-
-    def begin(*args: Any, **kwargs: Any) -> Any:
-        counts.append(read_counts())
-        return progress_bar(*args, **kwargs)
-
-    def after_step(_pipe: Any, _step: int, _timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        counts.append(read_counts())
-        return tensors
-
-    pipe.progress_bar = begin
-    pipe("a red fox", callback_on_step_end=after_step, **call)
-    return counts
+    return count_steps(pipe, lambda **arguments: pipe("a red fox", **call, **arguments))
 
 
 def test_the_denoising_loop_is_quiet(emulated_tpu: EmulatedProcess):
     counts = emulated_tpu.run(count_the_loop, 4)
-    steps = [after - before for before, after in pairwise(counts)]
-    assert len(steps) == 4
-    assert [step.device_to_host for step in steps] == [0] * 4
-    assert max(step.host_to_device for step in steps) <= 1
-    assert [step.compilations for step in steps] == [0] * 4
+    assert len(counts) == 4
+    assert [step.device_to_host for step in counts] == [0] * 4
+    assert max(step.host_to_device for step in counts) <= 1
+    assert [step.compilations for step in counts] == [0] * 4
 
 
 def compile_blocks(layers: int) -> tuple[int, float]:
@@ -274,7 +260,7 @@ def test_what_cannot_be_compiled_is_named(pipe: QwenImagePipeline):
         enable_tpu_compile(pipe, mode="all")  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("buckets", [(), (128, 0)])
-def test_bad_buckets(pipe: QwenImagePipeline, buckets: tuple[int, ...]):
+@pytest.mark.parametrize("buckets", [(), (128, 0), (7.5,), (True,), 128, "abc", None])
+def test_bad_buckets(pipe: QwenImagePipeline, buckets: Any):
     with pytest.raises(ValueError, match="text buckets must be one or more positive lengths, but are"):
         use_static_shapes(pipe, buckets)

@@ -8,6 +8,7 @@ import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -56,7 +57,8 @@ def count_calls(pipe: Any) -> dict[str, Counts]:
 
     recorder = Recorder()
     recorder.record("first picture", paint)
-    recorder.rows[f"loop of {STEPS} steps"] = _count_loop(pipe, paint)
+    for step, counts in enumerate(count_steps(pipe, paint), start=1):
+        recorder.rows[f"step {step} of the next"] = counts
     recorder.record("same again", paint)
     recorder.record("another prompt", lambda: paint(OTHER_PROMPT))
     recorder.record("another negative prompt", lambda: paint(negative_prompt="a purple star"))
@@ -65,8 +67,11 @@ def count_calls(pipe: Any) -> dict[str, Counts]:
     return recorder.rows
 
 
-def _count_loop(pipe: Any, paint: Callable[..., None]) -> Counts:
-    """From the moment the pipeline shows its progress bar to the end of the last step."""
+def count_steps(pipe: Any, paint: Callable[..., Any]) -> list[Counts]:
+    """Counts of each denoising step, from the moment the pipeline shows its progress bar.
+
+    paint: calls the pipeline, with the keyword arguments that it is given.
+    """
     marks: list[Counts] = []
     progress_bar = pipe.progress_bar
 
@@ -74,9 +79,8 @@ def _count_loop(pipe: Any, paint: Callable[..., None]) -> Counts:
         marks.append(read_counts())
         return progress_bar(*args, **kwargs)
 
-    def after_step(_pipe: Any, step: int, _timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        if step == STEPS - 1:
-            marks.append(read_counts())
+    def after_step(_pipe: Any, _step: int, _timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        marks.append(read_counts())
         return tensors
 
     pipe.progress_bar = begin
@@ -84,7 +88,7 @@ def _count_loop(pipe: Any, paint: Callable[..., None]) -> Counts:
         paint(callback_on_step_end=after_step)
     finally:
         del pipe.progress_bar
-    return marks[1] - marks[0]
+    return [after - before for before, after in pairwise(marks)]
 
 
 def report(console: Console) -> None:
@@ -92,6 +96,8 @@ def report(console: Console) -> None:
     pipelines = {"stock, eager": _stock, "stock, blocks compiled": _stock_compiled, "ours": _ours}
     counts: dict[str, dict[str, Counts]] = {}
     context = multiprocessing.get_context("spawn")
+    # What is missing is to be said here, and not in a process that then is gone.
+    emulator.check_installation()
     for name, build in pipelines.items():
         # Each in a process of its own, since torch-tpu keeps the programs of single operations.
         with (

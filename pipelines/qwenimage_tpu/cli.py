@@ -92,9 +92,12 @@ def generate_command(
 ) -> None:
     """Make pictures from prompts."""
     environment.configure()
-    if compile_cache is not None:
-        environment.use_compile_cache(compile_cache)
     with _readable_errors():
+        mode = _compile_mode(compilation, device)
+        if compile_cache is not None:
+            if mode is None:
+                raise ValueError("--compile-cache keeps what is compiled, but nothing is; leave it out")
+            environment.use_compile_cache(compile_cache)
         from .options import DEMO_SIZE, DEMO_STEPS, DEMO_TRUE_CFG_SCALE, GenerateOptions
         from .request import Request
 
@@ -112,7 +115,7 @@ def generate_command(
             images_per_prompt=batch,
             kernels=not no_kernels,
             kernel_repo=kernel_repo,
-            compile=_compile_mode(compilation, device),
+            compile=mode,
         )
         request = Request(
             options=options,

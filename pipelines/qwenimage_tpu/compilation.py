@@ -26,14 +26,15 @@ logger = logging.getLogger(__name__)
 
 def enable_tpu_compile(
     pipe: Any,
-    model_names: Sequence[str] = ("transformer", "vae"),
+    model_names: str | Sequence[str] = ("transformer", "vae"),
     *,
     mode: Mode = "blocks",
     **compile_kwargs: Any,
 ) -> None:
     """Compile models of a pipeline in place: each program when it is first needed.
 
-    model_names: attributes of the pipeline. Of a VAE its `decode` is compiled, of any other model its call.
+    model_names: one or more attributes of the pipeline. Of a VAE its `decode` is compiled, of any other model
+    its call.
     mode: of the transformer; "blocks" compiles its repeated block, once for all of them, "full" the whole.
     compile_kwargs: as of torch.compile, by default backend="tpu", dynamic=False and fullgraph=True.
     Raises ValueError for a model that the pipeline does not have, one compiled already, and an unknown mode.
@@ -62,7 +63,8 @@ def disable_tpu_compile(pipe: Any, model_names: Sequence[str] = ("transformer", 
             module._compiled_call_impl = None
 
 
-def _models(pipe: Any, names: Sequence[str]) -> dict[str, Any]:
+def _models(pipe: Any, names: str | Sequence[str]) -> dict[str, Any]:
+    names = [names] if isinstance(names, str) else names
     models = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
     unknown = [name for name in names if name not in models]
     if unknown:
@@ -104,6 +106,7 @@ def tpu_warmup(pipe: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     Two denoising steps are enough, as their number changes no program; another one can be given. When a
     later call of the pipeline compiles all the same, a warning says so.
     """
+    _warmed_up.discard(pipe)
     pipe(*args, **({"num_inference_steps": 2} | kwargs))
     _warmed_up.add(pipe)
     if _warn_of_compilation not in callback_handler.start_callbacks:
@@ -119,8 +122,8 @@ def _warn_of_compilation(_: Any) -> None:
     while frame is not None:
         if frame.f_code.co_name == "__call__" and frame.f_locals.get("self") in _warmed_up:
             logger.warning(
-                "compiling after the warm-up: this size, batch or text bucket is new, and takes longer once."
-                " Warm up with tpu_warmup() what you need"
+                "compiling after the warm-up, which takes longer once: a size, batch or text bucket that was"
+                " not warmed up, or a model that was patched or compiled since. tpu_warmup() can do it before"
             )
             return
         frame = frame.f_back

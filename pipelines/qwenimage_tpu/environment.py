@@ -2,6 +2,7 @@
 
 import os
 import re
+import tempfile
 from pathlib import Path
 
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -42,9 +43,17 @@ def use_compile_cache(folder: Path) -> None:
     """Let torch keep what torch.compile made in `folder`, for later processes.
 
     Call it before the first import of torch. The cache is torch's own: it follows the versions, passes over
-    what is corrupt, and may be deleted at any time.
+    what is corrupt, and may be deleted at any time. Raises OSError unless the folder can be written to.
     """
-    os.environ[COMPILE_CACHE] = str(folder.expanduser().resolve())
+    folder = folder.expanduser().resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OSError(
+            f"compiled programs cannot be kept in {folder} ({error.strerror}); choose another folder"
+        ) from error
+    os.environ[COMPILE_CACHE] = str(folder)
 
 
 def configure_without_tpu() -> None:

@@ -107,8 +107,8 @@ def import_tpu_backend() -> None:
     """Give torch its `tpu` device. Raises ValueError without TPU hardware or without torch-tpu."""
     if not has_tpu() and not emulator.started():
         raise ValueError(
-            "the device tpu needs TPU hardware, but there is no /dev/accel<number> or /dev/vfio/<number>; use"
-            " --device cpu, or run on a TPU VM"
+            "the device tpu needs TPU hardware, but there is no /dev/accel<number> or /dev/vfio/<number>; run"
+            " on a TPU VM, or without one: generate --device cpu, verify --emulated"
         )
     try:
         # Importing it registers the device; TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from doing so.

@@ -88,7 +88,7 @@ def check_writable(output: Path) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise OSError(
-            f"pictures cannot be written to {output}: {folder} takes no new file ({error.strerror}); choose"
+            f"nothing can be written to {output}: {folder} takes no new file ({error.strerror}); choose"
             " another --output"
         ) from error
 

@@ -56,8 +56,7 @@ def use_text_buckets(pipe: Any, buckets: Sequence[int] = TEXT_BUCKETS) -> None:
     [a, a, b, b] but the masks [a, b, a, b].
     Afterwards a prompt that is longer than the largest bucket raises ValueError, as do bad buckets now.
     """
-    if not buckets or min(buckets) < 1:
-        raise ValueError(f"text buckets must be one or more positive lengths, but are {tuple(buckets)}")
+    _check_buckets(buckets)
 
     @torch.no_grad()
     def encode_prompt(
@@ -80,6 +79,12 @@ def use_text_buckets(pipe: Any, buckets: Sequence[int] = TEXT_BUCKETS) -> None:
         return embeds.repeat_interleave(images, dim=0), mask.repeat_interleave(images, dim=0)
 
     pipe.encode_prompt = MethodType(encode_prompt, pipe)
+
+
+def _check_buckets(buckets: object) -> None:
+    lengths = list(buckets) if isinstance(buckets, Sequence) else []
+    if not lengths or not all(type(length) is int and length > 0 for length in lengths):
+        raise ValueError(f"text buckets must be one or more positive lengths, but are {buckets!r}")
 
 
 def undo_text_buckets(pipe: Any) -> None:

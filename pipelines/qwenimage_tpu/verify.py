@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from . import emulator
-from .compilation import tpu_warmup, watch_compilations
+from .compilation import watch_compilations
 from .doctor import declared_requirements, installed_versions, print_table
 from .doctor_checks import Check
 from .generate import GenerateResult, generate, prepared, run
@@ -89,14 +89,14 @@ def check_kernels(size: Size, implementation: str, kernel_repo: str | None) -> I
             expected = kernel_function(kernels, name, "reference")(*inputs)
             results = kernel_function(kernels, name, implementation)(*on_device(inputs, "tpu"))
             pairs = zip(results, expected, strict=True)
-            error = max(_error(result.cpu(), reference) for result, reference in pairs)
+            error = max(relative_error(result.cpu(), reference) for result, reference in pairs)
             status = "ok" if error <= limit else "problem"
             found = f"max|a-b|/max|b| = {error:.1e}, at most {limit:.0e}, {size.shape} tokens"
             remedy = "" if status == "ok" else "report it with this file"
             yield Check(f"{name}, {str(dtype).removeprefix('torch.')}", status, found, remedy)
 
 
-def _error(result: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
     difference = (result.double() - expected.double()).abs().max() / expected.double().abs().max()
     # Not a number must not pass as a small error.
     return float(difference) if difference.isfinite() else float("inf")
@@ -119,7 +119,7 @@ def check_pictures(kernel_repo: str | None) -> Iterator[Check]:
     compiled = replace(options, compile="blocks")
     with prepared(pipe, compiled) as used:
         warm_up = replace(compiled, steps=2)
-        tpu_warmup(lambda **_: run(pipe, warm_up, used))
+        run(pipe, warm_up, used)
         with watch_compilations() as again:
             on_tpu = run(pipe, compiled, used)
             run(pipe, replace(warm_up, prompts=compiled.prompts[::-1], seed=9, true_cfg_scale=2.5), used)
@@ -132,7 +132,7 @@ def check_pictures(kernel_repo: str | None) -> Iterator[Check]:
 def _compare_pictures(on_tpu: GenerateResult, on_cpu: GenerateResult, scenes: Any) -> Check:
     ours, expected = (score_pictures(result.images, scenes) for result in (on_tpu, on_cpu))
     as_good = ours.colour >= expected.colour and ours.shape >= expected.shape
-    error = _error(on_tpu.latents, on_cpu.latents)
+    error = relative_error(on_tpu.latents, on_cpu.latents)
     found = f"{ours}; stock on the CPU: {expected}; latents apart by {error:.1e}"
     name = f"{len(scenes)} pictures of the demo"
     if as_good:
@@ -151,20 +151,21 @@ def time_cases(size: Size, implementation: str, kernel_repo: str | None, emulate
     timings: list[Timing] = []
     for name in names:
         function, inputs, keywords = timed_case(name, size, implementation, kernel_repo)
-        seconds = _median_seconds(torch.compile(function, backend="tpu", dynamic=False), inputs, keywords)
+        seconds = median_seconds(function, inputs, keywords)
         timings.append(Timing(name, generation, predictions.get(name), seconds))
     return timings
 
 
 @torch.no_grad()
-def _median_seconds(function: Callable[..., Any], inputs: list[Any], keywords: dict[str, Any]) -> float:
+def median_seconds(function: Callable[..., Any], inputs: list[Any], keywords: dict[str, Any]) -> float:
+    """The median time of a call, compiled as it would be in a model, without its first two."""
+    function = torch.compile(function, backend="tpu", dynamic=False)
     seconds: list[float] = []
     for repetition in range(-2, REPETITIONS):
         torch.accelerator.synchronize()
         start = time.perf_counter()
         function(*inputs, **keywords)
         torch.accelerator.synchronize()
-        # The first two compile and warm up.
         if repetition >= 0:
             seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)

@@ -25,8 +25,9 @@ def predict_cycles(
 def _predict(name: str, size: Size, generation: str, kernel_repo: str | None) -> int:
     from . import emulator
     from .compiled_program import compile_program
+    from .emulator.capture import capture
 
     emulator.start()
     function, inputs, keywords = timed_case(name, size, "kernel", kernel_repo)
-    program = emulator.capture(function, *inputs, **keywords)
+    program = capture(function, *inputs, **keywords)
     return compile_program(program, TOPOLOGIES[generation]).schedule.cycles

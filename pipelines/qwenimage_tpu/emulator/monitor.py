@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-import torch
-
 
 @dataclass(frozen=True)
 class Counts:
@@ -39,9 +37,16 @@ def shim_library() -> ctypes.CDLL:
     return ctypes.CDLL(os.environ["TPU_LIBRARY_PATH"])
 
 
+def _wait() -> None:
+    """Until all work that was asked for is done."""
+    import torch
+
+    torch.accelerator.synchronize()
+
+
 def read_counts() -> Counts:
     """The counts so far, once all work that was asked for is done. Waiting itself is not counted."""
-    torch.accelerator.synchronize()
+    _wait()
     structure = _CountsStructure()
     shim_library().emulator_counts(ctypes.byref(structure))
     return Counts(*(getattr(structure, name) for name in Counts.__dataclass_fields__))
@@ -54,11 +59,11 @@ def captured_programs(folder: Path) -> Generator[None]:
     <number>.mlir is a StableHLO portable artifact, <number>.options a serialized xla.CompileOptionsProto.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    torch.accelerator.synchronize()
+    _wait()
     capture = shim_library().emulator_capture
     capture(str(folder.resolve()).encode())
     try:
         yield
-        torch.accelerator.synchronize()
+        _wait()
     finally:
         capture(b"")

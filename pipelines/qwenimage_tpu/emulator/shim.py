@@ -39,11 +39,12 @@ def compiled_shim(cache: Path | None = None) -> Path:
     cache: a folder; the user's cache folder if None. Raises EmulatorError without a C compiler, and if the
     source does not compile.
     """
-    compiler = shutil.which(os.environ.get("CC", "cc"))
+    name = os.environ.get("CC", "cc")
+    compiler = shutil.which(name)
     if compiler is None:
         raise EmulatorError(
-            "the emulated TPU needs a C compiler, but there is no `cc` on PATH and no CC in the environment;"
-            " install one (Debian: apt install gcc)"
+            f"the emulated TPU needs a C compiler, but there is no {name!r} on PATH; install one (Debian: apt"
+            " install gcc), or name it in the variable CC"
         )
     folder = _cache_folder() if cache is None else cache
     key = hashlib.sha256(SOURCE.read_bytes() + repr((compiler, FLAGS)).encode()).hexdigest()[:16]
@@ -52,6 +53,12 @@ def compiled_shim(cache: Path | None = None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         _compile(compiler, library)
     return library
+
+
+def check_installation() -> None:
+    """Raise EmulatorError if something that the emulated device needs is not there; loads nothing."""
+    cpu_plugin()
+    compiled_shim()
 
 
 def check_plugin() -> None:
