@@ -47,7 +47,8 @@ def test_the_folder_is_small_and_complete():
 def test_all_weights_are_bfloat16_and_the_transformers_are_sharded():
     for path in files("*.safetensors"):
         with safe_open(path, framework="pt") as weights:
-            assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}  # noqa: SIM118
+            names = weights.keys()
+            assert {weights.get_slice(name).get_dtype() for name in names} == {"BF16"}
     assert len(files("transformer/*.safetensors")) > 1
     assert len(files("transformer/*.safetensors.index.json")) == 1
 

@@ -7,7 +7,6 @@ compiled and transferred does not depend on the weights.
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -24,23 +23,9 @@ from .loading import load_pipeline, move_pipeline
 from .options import DEMO_SIZE
 
 STEPS = 4
-PROMPT, OTHER_PROMPT = (
-    "a red star on a white background",
-    "a small blue ring on a beige background",
-)
+PROMPT = "a red star on a white background"
+OTHER_PROMPT = "a small blue ring on a beige background"
 COLUMNS = ("compilations", "executions", "host_to_device", "device_to_host")
-
-
-@dataclass
-class Recorder:
-    """Counts by what was done."""
-
-    rows: dict[str, Counts] = field(default_factory=dict[str, Counts])
-
-    def record(self, label: str, action: Callable[[], Any]) -> None:
-        before = read_counts()
-        action()
-        self.rows[label] = read_counts() - before
 
 
 def count_calls(pipe: Any) -> dict[str, Counts]:
@@ -55,16 +40,22 @@ def count_calls(pipe: Any) -> dict[str, Counts]:
     def paint(prompt: str = PROMPT, **changes: Any) -> None:
         pipe(prompt, generator=torch.Generator().manual_seed(0), **(call | changes))
 
-    recorder = Recorder()
-    recorder.record("first picture", paint)
+    rows: dict[str, Counts] = {}
+
+    def record(label: str, *prompt: str, **changes: Any) -> None:
+        before = read_counts()
+        paint(*prompt, **changes)
+        rows[label] = read_counts() - before
+
+    record("first picture")
     for step, counts in enumerate(count_steps(pipe, paint), start=1):
-        recorder.rows[f"step {step} of the next"] = counts
-    recorder.record("same again", paint)
-    recorder.record("another prompt", lambda: paint(OTHER_PROMPT))
-    recorder.record("another negative prompt", lambda: paint(negative_prompt="a purple star"))
-    recorder.record("another guidance scale", lambda: paint(true_cfg_scale=2.5))
-    recorder.record(f"{STEPS + 1} steps", lambda: paint(num_inference_steps=STEPS + 1))
-    return recorder.rows
+        rows[f"step {step} of the next"] = counts
+    record("same again")
+    record("another prompt", OTHER_PROMPT)
+    record("another negative prompt", negative_prompt="a purple star")
+    record("another guidance scale", true_cfg_scale=2.5)
+    record(f"{STEPS + 1} steps", num_inference_steps=STEPS + 1)
+    return rows
 
 
 def count_steps(pipe: Any, paint: Callable[..., Any]) -> list[Counts]:

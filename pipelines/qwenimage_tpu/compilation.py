@@ -55,7 +55,7 @@ def enable_tpu_compile(
             model.compile(**arguments)
 
 
-def disable_tpu_compile(pipe: Any, model_names: Sequence[str] = ("transformer", "vae")) -> None:
+def disable_tpu_compile(pipe: Any, model_names: str | Sequence[str] = ("transformer", "vae")) -> None:
     """Undo `enable_tpu_compile`."""
     for model in _models(pipe, model_names).values():
         vars(model).pop("decode", None)
@@ -84,8 +84,10 @@ def use_static_shapes(pipe: Any, text_buckets: Sequence[int] = TEXT_BUCKETS) -> 
     batch or text bucket does, once.
     Raises NotImplementedError for a scheduler of another class than FlowMatchEulerDiscreteScheduler.
     """
-    pipe.scheduler = to_device_scheduler(pipe.scheduler)
+    scheduler = to_device_scheduler(pipe.scheduler)
     use_text_buckets(pipe, text_buckets)
+    # Last, so that what raises has changed nothing.
+    pipe.scheduler = scheduler
 
 
 @contextmanager

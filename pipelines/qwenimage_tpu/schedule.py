@@ -91,8 +91,8 @@ def _evaluate(opcode: str, values: Sequence[int | None]) -> int | None:
 class _Machine:
     """The scalar unit: the values that are known, and when each was set, and its memory (for spills)."""
 
-    def __init__(self, inputs: Mapping[str, int]) -> None:
-        self._values: dict[str, int | None] = dict(inputs)
+    def __init__(self) -> None:
+        self._values: dict[str, int | None] = {}
         self._set_at: dict[str, int] = {}
         self._memory: dict[int | None, int | None] = {}
         self._clock = 0
@@ -152,14 +152,14 @@ class Execution:
         return sum(self.counts)
 
 
-def execute(bundles: Sequence[Bundle], inputs: Mapping[str, int] | None = None) -> Execution:
+def execute(bundles: Sequence[Bundle]) -> Execution:
     """Follow the control flow from the first bundle to behind the last.
 
-    inputs: known scalars, as {"s12": value}. A forward branch whose predicate depends on data is not taken,
-    so that the region it would skip counts. Raises ScheduleError for a loop that depends on data.
+    A forward branch whose predicate depends on data is not taken, so that the region it would skip counts.
+    Raises ScheduleError for a loop that depends on data.
     """
     starts = {region: index for index, bundle in enumerate(bundles) for region in bundle.starts}
-    machine, unknown = _Machine(inputs or {}), set[int]()
+    machine, unknown = _Machine(), set[int]()
     passes = [0] * (len(bundles) + 1)  # differences: +1 where a run of bundles begins, -1 behind its end
     at, branches = 0, 0
     while at < len(bundles):

@@ -6,14 +6,17 @@ What we cannot see without a TPU, its owner can with one command, and paste the 
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.requirements import Requirement
 from rich.console import Console
 
 from . import emulator
+from .ahead_of_time import TOPOLOGIES
 from .compilation import watch_compilations
 from .doctor import declared_requirements, installed_versions, print_table
 from .doctor_checks import Check
@@ -68,7 +71,7 @@ def verify(output: Path, *, emulated: bool, kernel_repo: str | None) -> bool:
     with console.status("timing, and asking the compiler for predictions"):
         timings = time_cases(size, implementation, kernel_repo, emulated)
     print_table(checks)
-    versions = installed_versions(line.split(">")[0].split("=")[0] for line in declared_requirements())
+    versions = installed_versions(Requirement(line).name for line in declared_requirements())
     write_report(output, checks, timings, versions, emulated=emulated)
     console.print(f"wrote {output}", markup=False, highlight=False, soft_wrap=True)
     return all(check.status != "problem" for check in checks)
@@ -143,11 +146,12 @@ def _compare_pictures(on_tpu: GenerateResult, on_cpu: GenerateResult, scenes: An
 def time_cases(size: Size, implementation: str, kernel_repo: str | None, emulated: bool) -> list[Timing]:
     """Median time of each kernel and block in bf16, beside the compiler's prediction."""
     names = (*KERNELS, *BLOCKS)
-    generation = "v6e" if emulated else GENERATIONS[hardware()]
-    try:
-        predictions = predict_cycles(names, size, generation, kernel_repo)
-    except emulator.EmulatorError:
-        predictions = {}
+    generation = "v6e" if emulated else GENERATIONS.get(hardware(), hardware())
+    predictions: dict[str, int] = {}
+    # Without them, on unknown hardware or without the emulator's extra, the times still tell something.
+    if generation in TOPOLOGIES:
+        with suppress(emulator.EmulatorError):
+            predictions = predict_cycles(names, size, generation, kernel_repo)
     timings: list[Timing] = []
     for name in names:
         function, inputs, keywords = timed_case(name, size, implementation, kernel_repo)
