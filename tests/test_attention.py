@@ -1,6 +1,7 @@
 """Joint attention: interpret mode against float64, padding, rare paths, and what it asks of a TPU."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -12,13 +13,16 @@ from hypothesis import strategies as st
 
 from accuracy import assert_as_accurate, in_float64
 from qwenimage_tpu_pallas import AttentionConfig, choose_softmax, joint_attention, reference
+from qwenimage_tpu_pallas.attention import scratch_shapes
+from qwenimage_tpu_pallas.attention_layout import AttentionLayout, default_config
+from qwenimage_tpu_pallas.devices import TARGETS
 from qwenimage_tpu_pallas.layouts import HEAD_DIM
 from qwenimage_tpu_pallas.shapes import QWENIMAGE_SHAPES, JointShape
 from qwenimage_tpu_pallas.softmax import SOFTMAXES, Softmax
 from qwenimage_tpu_pallas.vmem import VMEM_LIMIT_BYTES
 
 RAGGED = [1, 7, 16, 31, 72, 127, 128, 129, 130, 300]
-SMALL_BLOCKS = AttentionConfig(block_q=128, block_q_text=128, block_kv=128, block_kv_text=128)
+SMALL_BLOCKS = AttentionConfig(block_q=128, block_q_compute=128, block_kv=128, block_kv_compute=128)
 NAN, HUGE = math.nan, 1e30
 
 
@@ -73,7 +77,7 @@ class Problem:
         def run(*arguments: jax.Array) -> tuple[jax.Array, jax.Array]:
             return joint_attention(*arguments, softmax=softmax, config=config, interpret=True)
 
-        return run(*self.arguments, jnp.array([self.bound], jnp.float32))
+        return run(*self.arguments)
 
     def plain(self) -> tuple[jax.Array, jax.Array]:
         """XLA's own attention in the inputs' dtype, over concatenated streams with zeros as padding."""
@@ -130,6 +134,19 @@ def test_several_blocks_of_everything(dtype: str, softmax: Softmax):
     Problem.random(400, [0, 150, 300], 300, dtype=dtype).check(softmax, SMALL_BLOCKS)
 
 
+@pytest.mark.parametrize("softmax", SOFTMAXES)
+@pytest.mark.parametrize("heads", [2, 3])
+def test_two_cores_as_one_device(heads: int, softmax: Softmax):
+    """Each works on half of the heads; of an odd number one core works on all."""
+    problem = Problem.random(300, [7, 0], 16, heads=heads)
+    two, one = (
+        jax.jit(functools.partial(joint_attention, softmax=softmax, device_kind=kind, interpret=True))
+        for kind in ("TPU v5p", "TPU v5e")
+    )
+    for out, wanted in zip(two(*problem.arguments), one(*problem.arguments), strict=True):
+        np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_default_blocks_at_1024_image_tokens(dtype: str):
     Problem.random(1024, [129], 160, dtype=dtype, heads=1).check("bounded")
@@ -142,6 +159,18 @@ def test_huge_logits_take_the_online_softmax(logit_scale: float, dtype: str):
     softmax = choose_softmax(problem.bound)
     assert softmax == "online"
     problem.check(softmax, SMALL_BLOCKS)
+
+
+@pytest.mark.parametrize("logit_scale", [100, 1e3, 1e4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_exact_softmax_starts_over_where_logits_rise(logit_scale: float, dtype: str):
+    """Keys in ascending order of one query's logits: anchored at the first, its sum would overflow."""
+    problem = Problem.random(300, [0, 40], 40, dtype=dtype, logit_scale=logit_scale)
+    query, key, *rest = problem.streams
+    first_head = slice(HEAD_DIM)
+    logits = jnp.einsum("bd,bkd->bk", query[:, 5, first_head], key[..., first_head])
+    key = jnp.take_along_axis(key, jnp.argsort(logits, axis=1)[..., None], axis=1)
+    Problem((query, key, *rest), problem.lengths, problem.bound).check("exact", SMALL_BLOCKS)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -194,41 +223,66 @@ def test_scale_of_log_two_multiplies_nothing():
     factor = HEAD_DIM**-0.5 / math.log(2)
     query, text_query = (problem.streams[i] * factor for i in (0, 3))
     folded = (query, *problem.streams[1:3], text_query, *problem.streams[4:])
-    bound = jnp.array([problem.bound], jnp.float32)
     for softmax in SOFTMAXES:
         run = jax.jit(
             lambda *a, softmax=softmax: joint_attention(
                 *a, softmax=softmax, scale=math.log(2), interpret=True
             )
         )
-        for out, wanted in zip(run(*folded, problem.lengths, bound), problem.kernel(softmax), strict=True):
+        for out, wanted in zip(run(*folded, problem.lengths), problem.kernel(softmax), strict=True):
             np.testing.assert_allclose(out, wanted, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", QWENIMAGE_SHAPES, ids=str)
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_the_heuristic_fits_vmem(shape: JointShape, itemsize: int):
-    config = AttentionConfig.heuristic(shape.image_tokens, shape.text_tokens)
-    assert config.vmem_bytes(shape.image_tokens, shape.text_tokens, itemsize) <= VMEM_LIMIT_BYTES
+@pytest.mark.parametrize("softmax", SOFTMAXES)
+def test_the_default_fits_vmem(shape: JointShape, itemsize: int, softmax: Softmax):
+    dtype = "bfloat16" if itemsize == 2 else "float32"
+    for generation in (None, *(target.generation for target in TARGETS.values())):
+        config = default_config(shape.image_tokens, shape.text_tokens, softmax, dtype, generation)
+        layout = AttentionLayout(shape.image_tokens, shape.text_tokens, softmax, config)
+        assert layout.vmem_bytes(itemsize) <= VMEM_LIMIT_BYTES
 
 
-def test_vmem_estimate_counts_what_it_says():
-    config = AttentionConfig(block_q=256, block_q_text=128, block_kv=256, block_kv_text=128)
-    keys_and_values = 2 * (512 + 128) * HEAD_DIM
-    queries_and_outputs = 2 * (256 + 128) * HEAD_DIM
-    scratch = 256 * (HEAD_DIM + 16) * 4
-    blocks_of_logits = 3 * 256 * 256 * 4
-    assert config.vmem_bytes(300, 7, 2) == (
-        2 * 2 * (keys_and_values + queries_and_outputs) + scratch + blocks_of_logits
-    )
+@pytest.mark.parametrize("softmax", SOFTMAXES)
+@pytest.mark.parametrize(("image_tokens", "text_tokens"), [(300, 7), (1, 1), (2000, 300)])
+def test_vmem_estimate_is_what_the_buffers_take(softmax: Softmax, image_tokens: int, text_tokens: int):
+    config = AttentionConfig(block_q=512, block_q_compute=256, block_kv=256, block_kv_compute=128)
+    layout = AttentionLayout(image_tokens, text_tokens, softmax, config)
+    buffers, _, scratch = scratch_shapes(layout, jnp.dtype(jnp.bfloat16))
+    arrays = [
+        x.get_ref_aval() for x in jax.tree.leaves([buffers, scratch], is_leaf=lambda x: hasattr(x, "shape"))
+    ]
+    assert layout.vmem_bytes(2) == sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+
+
+@given(
+    image_tokens=st.integers(1, 20_000),
+    text_tokens=st.integers(1, 3000),
+    block_q=st.integers(1, 32),
+    compute=st.integers(1, 8),
+)
+@settings(max_examples=200, deadline=None)
+def test_every_query_is_in_one_block_and_every_key_in_one_tile(
+    image_tokens: int, text_tokens: int, block_q: int, compute: int
+):
+    config = AttentionConfig(block_q * 128, compute * 128, 512, compute * 128)
+    layout = AttentionLayout(image_tokens, text_tokens, "online", config)
+    for rows in (layout.image_rows, layout.text_rows):
+        assert rows.size % 16 == 0
+        assert rows.size * layout.blocks >= rows.tokens
+    assert layout.image_rows.size + layout.text_rows.size == config.block_q
+    tiles = [tile for group in layout.key_groups for tile in group]
+    assert [tile.start for tile in tiles] == [0, *np.cumsum([tile.size for tile in tiles])[:-1]]
+    assert sum(tile.size for tile in tiles) == layout.keys
+    assert all(tile.masked == (tile.start >= layout.whole_keys) for tile in tiles)
+    assert layout.whole_keys + layout.tail_image == image_tokens
+    assert layout.keys - layout.whole_keys - layout.tail_text_start >= text_tokens
 
 
 def test_keys_that_do_not_fit_vmem_are_refused():
     huge = jax.ShapeDtypeStruct((1, 60_000, HEAD_DIM), jnp.float32)
-    arguments = [huge] * 6 + [
-        jax.ShapeDtypeStruct((1,), jnp.int32),
-        jax.ShapeDtypeStruct((1,), jnp.float32),
-    ]
+    arguments = [huge] * 6 + [jax.ShapeDtypeStruct((1,), jnp.int32)]
     with pytest.raises(NotImplementedError, match=r"joint_attention needs .* MiB of VMEM.*use fewer tokens"):
         jax.eval_shape(joint_attention, *arguments)
 

@@ -26,7 +26,12 @@ def test_help_imports_nothing_heavy():
         "heavy = {'torch', 'jax', 'diffusers', 'transformers', 'numpy', 'kernels'} & set(sys.modules)\n"
         "sys.exit(str(heavy) if heavy else result.exit_code)"
     )
-    for arguments in (["--help"], ["generate", "--help"], ["doctor", "--help"]):
+    for arguments in (
+        ["--help"],
+        ["generate", "--help"],
+        ["doctor", "--help"],
+        ["bench", "attention", "--help"],
+    ):
         done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 

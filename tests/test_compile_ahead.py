@@ -48,7 +48,6 @@ def test_f32_matmuls_ask_for_full_precision(dtype: str, softmax: Softmax):
     stream = jax.ShapeDtypeStruct((1, 256, HEAD_DIM), dtype)
     arguments = [stream] * 6 + [
         jax.ShapeDtypeStruct((1,), jnp.int32),
-        jax.ShapeDtypeStruct((1,), jnp.float32),
     ]
     jaxpr = jax.make_jaxpr(functools.partial(kernels.joint_attention, softmax=softmax))(*arguments)
     wanted = jax.lax.Precision.HIGHEST if dtype == "float32" else jax.lax.Precision.DEFAULT

@@ -5,11 +5,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
+from qwenimage_tpu.ahead_of_time import TOPOLOGIES, lower_program
 from qwenimage_tpu.bundles import ScheduleError, parse_bundles
-from qwenimage_tpu.schedule import execute, read_schedule
+from qwenimage_tpu.compiled_program import compile_program
+from qwenimage_tpu.schedule import ProgramSchedule, Traffic, execute, read_schedule
 
 # Compiled once each, in one process: how a loop, a condition and a nested condition change the count.
 KERNELS = """
@@ -100,6 +107,47 @@ def test_a_condition_on_data_counts_as_taken(executed: dict[str, list[int]]):
     assert bundles_run(executed["nested"], 1) > bundles_run(executed["once"], 1)
 
 
+BLOCK = (512, 256)  # of f32
+
+
+def examine_copy(
+    generation: str, grid: int, *, revisit: bool = False, parallel: bool = False
+) -> ProgramSchedule:
+    """A kernel that writes a block in each step, copied from its own block of the input or from the first."""
+
+    def body(x: Any, out: Any) -> None:
+        out[...] = x[...]
+
+    semantics = "parallel" if parallel else "arbitrary"
+    copy = pl.pallas_call(
+        body,
+        grid=(grid,),
+        in_specs=[pl.BlockSpec(BLOCK, lambda step: (0 if revisit else step, 0))],
+        out_specs=pl.BlockSpec(BLOCK, lambda step: (step, 0)),
+        out_shape=jax.ShapeDtypeStruct((grid * BLOCK[0], BLOCK[1]), jnp.float32),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=(semantics,)),
+        name="copy_blocks",
+    )
+    x = jax.ShapeDtypeStruct((grid * BLOCK[0], BLOCK[1]), jnp.float32)
+    return compile_program(lower_program(generation, copy, [x]), TOPOLOGIES[generation]).schedule
+
+
+def test_bytes_moved_are_those_of_the_blocks():
+    size = 4 * BLOCK[0] * BLOCK[1]
+    assert examine_copy("v6e", 4).traffic == Traffic(read=4 * size, written=4 * size)
+    assert examine_copy("v6e", 8).traffic == Traffic(read=8 * size, written=8 * size)
+    assert examine_copy("v6e", 4, revisit=True).traffic == Traffic(read=size, written=4 * size)
+
+
+def test_two_cores_share_a_parallel_grid():
+    size = 4 * BLOCK[0] * BLOCK[1]
+    alone, shared = examine_copy("v5p", 8), examine_copy("v5p", 8, parallel=True)
+    assert alone.traffic == shared.traffic == Traffic(read=8 * size, written=8 * size)
+    (one,) = [kernel.cycles for kernel in alone.kernels if kernel.name.startswith("copy_blocks")]
+    (two,) = [kernel.cycles for kernel in shared.kernels if kernel.name.startswith("copy_blocks")]
+    assert 0.4 < two / one < 0.6
+
+
 SEPARATE = """
      0   :  { %s1_s0 = smov 0 /* Start region 9 is no marker here */ }
    0x1 LB: > { %s2_s0 = sphi %s1_s0, %s3_s0  ;;  %s3_s0 = sadd.s32 1, %s2_s0 } /* Start region 1 */
@@ -119,6 +167,9 @@ def test_loops_conditions_and_delay_slots():
     assert execution.counts == [1, 7, 7, 7, 7, 1, 1, 1, 1, 1]
     assert execution.cycles == 34
     assert execution.unknown == {6}
+    skipped = execute(parse_bundles(SEPARATE), enter_unknown=False)
+    assert skipped.counts == [1, 7, 7, 7, 7, 1, 1, 1, 0, 1]
+    assert skipped.unknown == {6}
 
 
 def test_a_known_scalar_decides():
@@ -132,6 +183,30 @@ def test_a_loop_that_depends_on_data_is_refused():
     text = SEPARATE.replace("sadd.s32 1, %s2_s0", "sld [smem:[#allocation3]]")
     with pytest.raises(ScheduleError, match="loop that ends in bundle 0x3 depends on data"):
         execute(parse_bundles(text))
+
+
+COPIES = """
+     0   :  { %s1_s0 = sld [smem:[#allocation2]] /* megacore core id :: core id */  ;;  %s9_s5 = smov 3 }
+   0x1   :  { %p2_p0 = scmp.ne.s32.totalorder %s1_s0, 0  ;;  %s3_s1 = sld [smem:[#allocation3]] }
+   0x2   :  { %p4_p1 = scmp.eq.s32.totalorder %s3_s1, 0 }
+   0x3   :  { %5 = sbr.rel (%p2_p0) target = $region2 }
+   0x4   :  {} /* End region 1 */
+   0x5   :  { %6 = dma.hbm_to_vmem [thread:$0]  /*hbm=*/%s9_s5, /*size_in_granules=*/16, /*vmem=*/%s7_s2 }
+   0x6   :  { %7 = dma.vmem_to_hbm [thread:$0]  (%p2_p0), /*vmem=*/%s9_s5, /*size_in_granules=*/99 }
+   0x7   :  { %8 = dma.vmem_to_hbm [thread:$0]  (!%p2_p0), /*vmem=*/%s9_s5, /*size_in_granules=*/%s9_s5 }
+   0x8   :  { %8 = dma.vmem_to_vmem [thread:$0]  /*vmem=*/%s9_s5, /*size_in_granules=*/5 }
+   0x9   :  { %8 = dma.hbm_to_smem [thread:$0]  (%p4_p1), /*hbm=*/%s9_s5, /*size_in_granules=*/1 }
+   0xa   :  { %s10_s4 = scalar_lea.hbm %s9_s5, 1  ;;  %s11_s6 = int_to_ptr.vmem [resolvable:$true] %s9_s5 }
+   0xb   :  { %12 = dma.general /*src=*/%s11_s6, /*size_in_granules=*/100, /*dst=*/%s10_s4, /*x=*/0 /* x */ }
+   0xc PF:  {} /* exit bundle: %copy = copy(%x) */
+"""
+
+
+def test_copies_count_where_their_predicate_holds():
+    bundles = parse_bundles(COPIES)
+    assert execute(bundles, core=0).traffic == Traffic(read=32 * 17, written=32 * 103, uncertain=1)
+    assert execute(bundles, core=1).counts == [1] * 5 + [0] * 7 + [1]
+    assert execute(bundles, core=1).traffic == Traffic()
 
 
 @pytest.mark.parametrize(

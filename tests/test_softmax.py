@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from qwenimage_tpu_pallas import BOUNDED_LIMIT, checkpoint_logit_bound, choose_softmax, qk_norm_logit_bound
 from qwenimage_tpu_pallas.layouts import HEAD_DIM
-from qwenimage_tpu_pallas.softmax import LARGEST_EXPONENT, LOG2_E, SMALLEST_EXPONENT
+from qwenimage_tpu_pallas.softmax import EXACT_LIMIT, LOG2_E
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,9 @@ from qwenimage_tpu_pallas.softmax import LARGEST_EXPONENT, LOG2_E, SMALLEST_EXPO
     [
         (0, "bounded"),
         (BOUNDED_LIMIT, "bounded"),
-        (math.nextafter(BOUNDED_LIMIT, math.inf), "online"),
+        (math.nextafter(BOUNDED_LIMIT, math.inf), "exact"),
+        (EXACT_LIMIT, "exact"),
+        (math.nextafter(EXACT_LIMIT, math.inf), "online"),
         (1e4, "online"),
         (math.inf, "online"),
     ],
@@ -32,10 +34,11 @@ def test_a_bound_is_a_number_not_below_zero(bound: float):
         choose_softmax(bound)
 
 
-def test_the_limit_keeps_every_exponent_in_range():
-    shift = max(BOUNDED_LIMIT * LOG2_E - LARGEST_EXPONENT, 0)
-    assert BOUNDED_LIMIT * LOG2_E - shift <= LARGEST_EXPONENT
-    assert -BOUNDED_LIMIT * LOG2_E - shift >= SMALLEST_EXPONENT
+def test_at_the_limit_the_largest_sum_is_finite_and_the_smallest_keeps_its_small_terms():
+    keys, value = 9216, 2**13
+    largest, smallest = (np.float32(2.0 ** (sign * BOUNDED_LIMIT * LOG2_E)) for sign in (1, -1))
+    assert np.isfinite(largest * np.float32(keys) * np.float32(value))
+    assert smallest * np.float32(2**-24) >= np.finfo(np.float32).tiny
 
 
 @given(seed=st.integers(0, 2**32 - 1), spread=st.floats(0, 3))

@@ -72,7 +72,7 @@ def _check_device(device: torch.device) -> None:
 _joint_attention = define_op(
     _jax_functions.joint_attention,
     "(Tensor image_query, Tensor image_key, Tensor image_value, Tensor text_query, Tensor text_key,"
-    " Tensor text_value, Tensor text_lengths, Tensor logit_bound, str softmax, float scale,"
+    " Tensor text_value, Tensor text_lengths, str softmax, float scale,"
     " str implementation) -> (Tensor, Tensor)",
     lambda *arguments: tuple(
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (arguments[0], arguments[3])
@@ -118,7 +118,7 @@ def joint_attention(
     text_value: torch.Tensor,
     text_lengths: torch.Tensor | None = None,
     *,
-    logit_bound: torch.Tensor | float = math.inf,
+    logit_bound: float = math.inf,
     softmax: str | None = None,
     scale: float = HEAD_DIM**-0.5,
     implementation: str = "kernel",
@@ -137,10 +137,10 @@ def joint_attention(
         text_query, text_key, text_value: ``[batch, text_tokens, heads * 128]``, the same dtype.
         text_lengths: ``[batch]`` int32; None takes all text tokens. CPU values are checked, values on
             a TPU (and any inside torch.compile) are clamped to ``[0, text_tokens]``.
-        logit_bound: upper bound of every ``|scale * <q, k>|``: a number, or a ``[1]`` f32 tensor so that
-            layers with different bounds share one executable; a tensor needs `softmax` stated.
-        softmax: "bounded" (no maximum, no rescaling; exact while the bound holds and is at most
-            `BOUNDED_LIMIT`), "online" (any finite logits), or None for `choose_softmax(logit_bound)`.
+        logit_bound: upper bound of every ``|scale * <q, k>|``, infinite if none is known.
+        softmax: "bounded" (no maximum, no rescaling; only while the bound is at most `BOUNDED_LIMIT`),
+            "exact" (no rescaling; any finite logits, slow where a row rises by more than `BOUNDED_LIMIT`
+            above its first keys), "online" (any finite logits), or None for `choose_softmax(logit_bound)`.
         scale: factor of the logits. ``math.log(2)`` costs nothing: the kernel works in base 2.
         implementation: "kernel", "interpret" or "reference", see the module.
 
@@ -149,7 +149,7 @@ def joint_attention(
 
     Raises:
         ValueError: shapes, dtypes or devices do not belong together, a CPU length is out of range, or
-            a bounded softmax is asked for with a number as bound that does not allow it.
+            a bounded softmax is asked for with a bound that does not allow it.
         NotImplementedError: another dtype, head size or device, keys that do not fit VMEM, or gradients.
     """
     _check_number("scale", scale)
@@ -167,26 +167,17 @@ def joint_attention(
         text_lengths = torch.full(
             image_query.shape[:1], text_query.shape[1], dtype=torch.int32, device=image_query.device
         )
-    if isinstance(logit_bound, torch.Tensor):
-        if softmax is None:
-            raise ValueError(
-                "softmax must be stated with a logit_bound that is a tensor, as reading the bound would wait"
-                " for the device; call choose_softmax(bound) once"
-            )
-    else:
-        allowed = choose_softmax(logit_bound)
-        if softmax == "bounded" and allowed != "bounded":
-            raise ValueError(
-                f"the bounded softmax is not exact with logit_bound {logit_bound}; leave softmax None or pass"
-                " 'online'"
-            )
-        softmax = softmax or allowed
-        logit_bound = torch.full((1,), logit_bound, dtype=torch.float32, device=image_query.device)
-    tensors = {**streams, "text_lengths": text_lengths, "logit_bound": logit_bound}
+    allowed = choose_softmax(logit_bound)
+    if softmax == "bounded" != allowed:
+        raise ValueError(
+            f"the bounded softmax is not exact with logit_bound {logit_bound}; leave softmax None or pass"
+            " 'online'"
+        )
+    tensors = {**streams, "text_lengths": text_lengths}
     _resolve(implementation, **tensors)
-    validation.check_joint_attention(**tensors, softmax=softmax)
+    validation.check_joint_attention(**tensors, softmax=softmax or allowed)
     _check_lengths(text_lengths, text_query.shape[1])
-    return _joint_attention(*tensors.values(), softmax, scale, resolved)
+    return _joint_attention(*tensors.values(), softmax or allowed, scale, resolved)
 
 
 def _check_lengths(text_lengths: torch.Tensor, text_tokens: int) -> None:

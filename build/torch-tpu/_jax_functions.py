@@ -9,6 +9,7 @@ from typing import cast
 import jax
 
 from . import qwenimage_tpu_pallas as pallas
+from .device_kind import device_kind
 from .qwenimage_tpu_pallas.softmax import Softmax
 
 
@@ -20,7 +21,6 @@ def joint_attention(
     text_key: jax.Array,
     text_value: jax.Array,
     text_lengths: jax.Array,
-    logit_bound: jax.Array,
     softmax: str,
     scale: float,
     implementation: str,
@@ -31,9 +31,9 @@ def joint_attention(
     return pallas.joint_attention(
         *streams,
         text_lengths,
-        logit_bound,
         softmax=cast(Softmax, softmax),
         scale=scale,
+        device_kind=device_kind() if implementation == "kernel" else "",
         interpret=implementation == "interpret",
     )
 

@@ -125,11 +125,11 @@ class QwenImageTransformerBlock(nn.Module):
 class QwenImageAttnProcessor:
     """For `QwenDoubleStreamAttnProcessor2_0`: QKV, norm and RoPE, joint attention, output projections.
 
-    The attention module holds `logit_bound`, a ``[1]`` buffer, and its norms return their weights when
-    called without input: called, because hooks that offload parameters act on calls.
+    The attention module's norms return their weights when called without input: called, because hooks that
+    offload parameters act on calls.
 
     Args:
-        softmax: "bounded" or "online", for the bound of every layer.
+        logit_bound: as of `joint_attention`. One for all layers, so that they share one executable.
         implementation: as of the functions in `ops`.
     """
 
@@ -137,8 +137,8 @@ class QwenImageAttnProcessor:
     _attention_backend = None
     _parallel_config = None
 
-    def __init__(self, softmax: str, implementation: str = "kernel") -> None:
-        self.softmax = softmax
+    def __init__(self, logit_bound: float, implementation: str = "kernel") -> None:
+        self.logit_bound = logit_bound
         self.implementation = implementation
 
     def __call__(
@@ -168,8 +168,7 @@ class QwenImageAttnProcessor:
             *(image_query, image_key, attn.to_v(hidden_states)),
             *(text_query, text_key, attn.add_v_proj(encoder_hidden_states)),
             text_lengths,
-            logit_bound=attn.logit_bound.float(),
-            softmax=self.softmax,
+            logit_bound=self.logit_bound,
             scale=math.log(2),
             implementation=self.implementation,
         )

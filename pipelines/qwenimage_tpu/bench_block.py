@@ -18,8 +18,9 @@ from qwenimage_tpu_pallas.shapes import HEADS, JointShape
 
 from .ahead_of_time import TOPOLOGIES
 from .compiled_program import CompiledProgram, compile_program
-from .emulator.capture import Program, capture
+from .emulator.capture import capture
 from .kernel_loader import load_kernels
+from .program import Program
 
 IMAGE_ROW = 64  # image tokens in a row; how they are arranged changes no shape
 GIB = 2**30

@@ -1,13 +1,14 @@
 """Read the VLIW bundles that the TPU's compiler dumps, as far as they decide the control flow."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 BUNDLE = re.compile(r"^ *(?:0x)?[0-9a-f]+ +(?:[A-Z]{2})?: [ >]*\{", re.MULTILINE)
 COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 START = re.compile(r"Start(?:/End empty)? region (\d+)")
 END = re.compile(r"End region (\d+)")
+EXIT = re.compile(r"^[^{]* PF: [ >]*\{\} /\* exit bundle")
 CALL = re.compile(r"inlined_call\b[^/]*/\* %?(\S+)")
 DEFINITION = re.compile(r"%([sp]\d+)_\w+ = (\S+) *(.*)", re.DOTALL)
 # A division gives its result later, by a pop that names it; the comment says which result.
@@ -16,6 +17,16 @@ BRANCH = re.compile(r"sbr\.rel \((!?)%([sp]\d+)_\w+\) target = \$region(\d+)")
 JUMP = re.compile(r"sbr\.rel target = \$region(\d+)")
 PREDICATE = re.compile(r"\((!?)%(p\d+)_\w+(?:, %([sp]\d+)_\w+)?\),? *")
 STORE = re.compile(r"%\d+ = (sst\S*) +(.*)", re.DOTALL)
+# A copy between memories, `dma.hbm_to_vmem` for example. A comment names its size.
+TRANSFER = re.compile(
+    r"%\d+ = (dma\.(?:\w+_to_\w+|general)) (.*?)/\*size_in_granules=\*/([^,]+)(.*)", re.DOTALL
+)
+# One between any two, whose addresses tell which.
+SOURCE = re.compile(r"/\*src=\*/%(s\d+)_")
+DESTINATION = re.compile(r"/\*dst=\*/%(s\d+)_")
+MEMORY = re.compile(r"%(s\d+)_\w+ = (?:scalar_lea|int_to_ptr|inlined_call_operand)\.(\w+)")
+# Where the number of the core is read from the scalar memory.
+CORE = re.compile(r"%([sp]\d+)_\w+ = sld .*?/\* (?:megacore )?core id\b", re.DOTALL)
 # A value, an address in an allocation, an offset, a number.
 OPERAND = re.compile(
     r"%(?P<value>[sp]\d+)_\w+"
@@ -41,6 +52,7 @@ class Instruction:
     if not, to the value `otherwise`, where there is one.
 
     A store to the scalar memory has an empty target; its last operand is stored at the sum of the others.
+    So has a copy between memories; its last operand is its size in granules. "core" is the core's number.
     """
 
     target: str
@@ -60,13 +72,17 @@ class Branch:
 
 @dataclass
 class Bundle:
-    """One cycle: its scalar instructions, in an order in which each follows what it reads, and its branch."""
+    """One cycle: its scalar instructions, in an order in which each follows what it reads, and its branch.
+
+    exits: it is the last of a kernel, to which others skip. The dump does not name the region it starts.
+    """
 
     instructions: list[Instruction] = field(default_factory=list[Instruction])
     branch: Branch | None = None
     calls: tuple[str, ...] = ()
     starts: frozenset[int] = frozenset()
     ends: frozenset[int] = frozenset()
+    exits: bool = False
 
 
 def parse_bundles(text: str) -> list[Bundle]:
@@ -74,15 +90,18 @@ def parse_bundles(text: str) -> list[Bundle]:
     starts = [match.start() for match in BUNDLE.finditer(text)]
     if not starts:
         raise ScheduleError("the dump holds no bundles; its format may have changed with libtpu")
-    return [_parse_bundle(text[a:b]) for a, b in zip(starts, [*starts[1:], len(text)], strict=True)]
+    memories = dict(MEMORY.findall(text))
+    ends = [*starts[1:], len(text)]
+    return [_parse_bundle(text[a:b], memories) for a, b in zip(starts, ends, strict=True)]
 
 
-def _parse_bundle(text: str) -> Bundle:
+def _parse_bundle(text: str, memories: Mapping[str, str]) -> Bundle:
     body, _, markers = text.partition("{")[2].rpartition("}")
     bundle = Bundle(
         calls=tuple(CALL.findall(body)),
         starts=frozenset(int(number) for number in START.findall(markers)),
         ends=frozenset(int(number) for number in END.findall(markers)),
+        exits=EXIT.search(text) is not None,
     )
     instructions: list[Instruction] = []
     for commented in body.split(";;"):
@@ -90,6 +109,13 @@ def _parse_bundle(text: str) -> Bundle:
         if match := DIVISION.match(commented.strip()):
             target, opcode, operands, result = match.groups()
             instructions.append(_parse_instruction(f"d{target}", f"{opcode}.{result}", operands))
+        elif match := TRANSFER.match(commented.strip()):
+            opcode, before, size, behind = match.groups()
+            if opcode == "dma.general":
+                opcode = _name_copy(before + behind, memories)
+            instructions.append(_parse_instruction("", opcode, COMMENT.sub("", before) + size))
+        elif match := CORE.match(commented.strip()):
+            instructions.append(Instruction(match[1], "core", (), None, None))
         elif "sbr" in part:
             bundle.branch = _parse_branch(part)
         elif match := DEFINITION.match(part.strip()):
@@ -98,6 +124,15 @@ def _parse_bundle(text: str) -> Bundle:
             instructions.append(_parse_instruction("", *match.groups()))
     bundle.instructions = _in_order(instructions)
     return bundle
+
+
+def _name_copy(text: str, memories: Mapping[str, str]) -> str:
+    """As the copies are named that work between two memories only."""
+    source, destination = (
+        memories.get(match[1], "unknown") if (match := pattern.search(text)) else "unknown"
+        for pattern in (SOURCE, DESTINATION)
+    )
+    return f"dma.{source}_to_{destination}"
 
 
 def _parse_branch(text: str) -> Branch:

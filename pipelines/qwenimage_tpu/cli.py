@@ -183,6 +183,32 @@ def build_command(
             raise typer.Exit(1)
 
 
+@app.command("tune")
+def tune_command(
+    generations: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--for", "--generation", "-g", help="v5e, v5p, v6e or tpu7x; repeat it for several; all."
+        ),
+    ] = None,
+    results: Annotated[
+        Path, typer.Option(metavar="FILE", help="What was measured; a later run goes on from there.")
+    ] = Path("tune-attention.jsonl"),
+) -> None:
+    """Search the attention kernel's block sizes by executed cycles, and write its table. In a clone only.
+
+    Takes hours for all generations, and can be interrupted. Afterwards run `qwenimage-tpu build`.
+    """
+    environment.configure()
+    with _readable_errors():
+        from rich.console import Console
+
+        from .tune import TABLE, TOPOLOGIES, run
+
+        root = Path(__file__).resolve().parents[2]
+        run(generations or list(TOPOLOGIES), results, root / TABLE, Console(stderr=True))
+
+
 @app.command("check-tpu")
 def check_tpu_command() -> None:
     """Compile every kernel ahead of time, at QwenImage's shapes, for every TPU generation."""
@@ -221,6 +247,47 @@ def bench_block_command(
         shape = check_block(heads, image_tokens, text_tokens, names)
         emulator.start()
         report(shape, heads, names, Console())
+
+
+@bench.command("attention")
+def bench_attention_command(
+    generations: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--for", "--generation", "-g", help="v5e, v5p, v6e or tpu7x; repeat it for several; v6e."
+        ),
+    ] = None,
+    heads: Annotated[
+        int, typer.Option(help="Attention heads on the chip; 24 without tensor parallelism.")
+    ] = 6,
+    image_tokens: Annotated[int, typer.Option(help="4096 for 1024 x 1024 pixels.")] = 4096,
+    text_tokens: Annotated[int, typer.Option(help="The text bucket.")] = 512,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write everything that was found.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the cycles as bars, a .png or .svg file.")
+    ] = None,
+) -> None:
+    """The attention kernel beside others', compiled for a TPU: cycles, use of the units, memory.
+
+    The others: jax's flash and splash attention and tokamax's splash attention, each with the best of the
+    block sizes (queries/keys/keys of one step) 1536/1536/1536, 1536/1536/512, 2304/2304/768, 1024/1024/1024,
+    1024/1024/512 and 1792/1792/896; torch-tpu's scaled_dot_product_attention; and plain XLA. Concatenations,
+    transposes and padding around a kernel count. Takes minutes. On a TPU the JAX ones are timed, too.
+    """
+    environment.configure()
+    with _readable_errors():
+        from rich.console import Console
+
+        from .request import check_report_path
+
+        for path in filter(None, (json_file, picture)):
+            check_report_path(path)
+        from .bench_attention import check_cases, run
+
+        cases = check_cases(heads, image_tokens, text_tokens, generations or ["v6e"])
+        run(cases, Console(width=120), json_file=json_file, picture=picture)
 
 
 @bench.command("calls")

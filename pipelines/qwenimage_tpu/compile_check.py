@@ -46,11 +46,11 @@ class KernelCase:
 def _attention_arguments(shape: JointShape, dtype: str) -> list[jax.ShapeDtypeStruct]:
     image = _struct(1, shape.image_tokens, HEADS_PER_CHIP * HEAD_DIM, dtype=dtype)
     text = _struct(1, shape.text_tokens, HEADS_PER_CHIP * HEAD_DIM, dtype=dtype)
-    return [*[image] * 3, *[text] * 3, _struct(1, dtype="int32"), _struct(1, dtype="float32")]
+    return [*[image] * 3, *[text] * 3, _struct(1, dtype="int32")]
 
 
 def _norm_rope_arguments(shape: JointShape, dtype: str) -> list[jax.ShapeDtypeStruct]:
-    *streams, _, _ = _attention_arguments(shape, dtype)
+    *streams, _ = _attention_arguments(shape, dtype)
     tables = [
         _struct(1, tokens, HEAD_DIM, dtype="float32") for tokens in (shape.image_tokens, shape.text_tokens)
     ]

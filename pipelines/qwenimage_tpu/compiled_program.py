@@ -1,16 +1,21 @@
-"""Compile a captured program with the TPU's own compiler, and read its memory and its schedule."""
+"""Compile a program with the TPU's own compiler, and read its memory and its schedule."""
 
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .emulator.capture import Program
+from .bundles import ScheduleError
 from .environment import WITHOUT_TPU
+from .hardware import CORES
+from .kernel_details import KernelDetails, read_details
+from .program import Program
 from .schedule import ProgramSchedule, read_schedule
 
 DUMP_FLAGS = (
@@ -39,12 +44,50 @@ class CompiledProgram:
     schedule: ProgramSchedule
 
 
+@dataclass(frozen=True)
+class ExaminedProgram:
+    """biggest: the kernel that takes most cycles.
+
+    worst_cycles: of the program, if every region runs whose predicate depends on data.
+    """
+
+    compiled: CompiledProgram
+    biggest: KernelDetails
+    worst_cycles: int
+
+
 def compile_program(program: Program, topology: str) -> CompiledProgram:
     """Compile for one chip of a topology such as "v6e:2x2", in a process of its own.
 
-    The compiler's dumps, hundreds of megabytes for a large program, go to a temporary folder.
     Raises RuntimeError with the compiler's message, ScheduleError if its dumps cannot be read.
     """
+    with _compiled(program, topology) as folder:
+        return _read(folder, topology, enter_unknown=True)
+
+
+def examine_program(program: Program, topology: str, *, enter_unknown: bool = True) -> ExaminedProgram:
+    """As `compile_program`, and more. enter_unknown: as in `schedule.execute`."""
+    with _compiled(program, topology) as folder:
+        compiled = _read(folder, topology, enter_unknown=enter_unknown)
+        kernels = compiled.schedule.kernels
+        if not kernels:
+            raise ScheduleError("the program calls no kernel, so there is none to examine")
+        biggest = max(kernels, key=lambda kernel: kernel.calls * kernel.cycles)
+        details = read_details(folder / DUMPS, biggest.name, enter_unknown=enter_unknown)
+        worst = compiled if enter_unknown else _read(folder, topology, enter_unknown=True)
+        return ExaminedProgram(compiled, details, worst.schedule.cycles)
+
+
+def _read(folder: Path, topology: str, *, enter_unknown: bool) -> CompiledProgram:
+    memory = Memory(**json.loads((folder / MEMORY).read_text()))
+    cores = CORES[topology.partition(":")[0]]
+    schedule = read_schedule(folder / DUMPS, cores, enter_unknown=enter_unknown)
+    return CompiledProgram(topology, memory, schedule)
+
+
+@contextmanager
+def _compiled(program: Program, topology: str) -> Generator[Path]:
+    """A temporary folder with what the compiler wrote: hundreds of megabytes for a large program."""
     with tempfile.TemporaryDirectory(prefix="qwenimage-tpu-") as name:
         folder = Path(name)
         (folder / CODE).write_bytes(program.code)
@@ -65,8 +108,7 @@ def compile_program(program: Program, topology: str) -> CompiledProgram:
             raise RuntimeError(
                 f"the program does not compile for {topology}:\n{result.stderr.strip()[-2000:]}"
             )
-        memory = Memory(**json.loads((folder / MEMORY).read_text()))
-        return CompiledProgram(topology, memory, read_schedule(folder / DUMPS))
+        yield folder
 
 
 def _compile(folder: Path, topology: str) -> None:

@@ -2,14 +2,15 @@
 
 The compiler's last dump of a fusion or kernel, `*-final_bundles.txt`, is its VLIW code: one bundle is one
 cycle. How often a bundle runs follows from the scalar unit's instructions alone, so these are executed here:
-loop counters, grid indices and the predicates of `pl.when`, however nested. Waiting for memory is not in it.
+loop counters, grid indices and the predicates of `pl.when`, however nested. Waiting for memory is not in it,
+but the bytes that the executed copies move between HBM and the core's memories are counted.
 """
 
 import functools
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from .bundles import Bundle, Instruction, Operand, ScheduleError, parse_bundles
@@ -19,6 +20,9 @@ TOP_LEVEL = "TLP"
 EQUIVALENT = re.compile(r"^key:(\S+)\n(?:.*\n)*?equivalent_hlos\[size=\d+\]:\n((?:  .*\n)*)", re.MULTILINE)
 WORD = 2**32
 MAX_BRANCHES = 20_000_000
+# What the size of a copy is counted in: a Pallas kernel's block of 512 KiB is 16384 of them, on every
+# generation.
+GRANULE_BYTES = 32
 
 
 def _signed(value: int) -> int:
@@ -88,10 +92,47 @@ def _evaluate(opcode: str, values: Sequence[int | None]) -> int | None:
     return None
 
 
+@dataclass
+class Traffic:
+    """Bytes copied from and to HBM.
+
+    uncertain: copies that were not counted, because their size or memories are unknown, and those that were
+    though their predicate depends on data.
+    """
+
+    read: int = 0
+    written: int = 0
+    uncertain: int = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.read + other.read, self.written + other.written, self.uncertain + other.uncertain)
+
+    def __mul__(self, times: int) -> "Traffic":
+        return Traffic(self.read * times, self.written * times, self.uncertain * times)
+
+    @property
+    def total(self) -> int:
+        return self.read + self.written
+
+    def add_copy(self, opcode: str, granules: int | None, certain: bool) -> None:
+        """A copy `dma.<source>_to_<destination>`; one between two other memories is none of HBM's."""
+        source, _, destination = opcode.removeprefix("dma.").partition("_to_")
+        if "unknown" in (source, destination):
+            self.uncertain += 1
+            return
+        if "hbm" not in (source, destination):
+            return
+        self.uncertain += not certain or granules is None
+        self.read += GRANULE_BYTES * (granules or 0) * (source == "hbm")
+        self.written += GRANULE_BYTES * (granules or 0) * (destination == "hbm")
+
+
 class _Machine:
     """The scalar unit: the values that are known, and when each was set, and its memory (for spills)."""
 
-    def __init__(self) -> None:
+    def __init__(self, core: int) -> None:
+        self.traffic = Traffic()
+        self._core = core
         self._values: dict[str, int | None] = {}
         self._set_at: dict[str, int] = {}
         self._memory: dict[int | None, int | None] = {}
@@ -103,6 +144,10 @@ class _Machine:
             if allowed is False and instruction.otherwise is None:
                 continue
             self._clock += 1
+            if instruction.opcode.startswith("dma."):
+                size = self._read(instruction.operands[-1])
+                self.traffic.add_copy(instruction.opcode, size, certain=allowed is not None)
+                continue
             if instruction.opcode.startswith("sst"):
                 *address, value = map(self._read, instruction.operands)
                 self._memory[_sum(address)] = value if allowed else None
@@ -117,6 +162,8 @@ class _Machine:
 
     def _result(self, instruction: Instruction) -> int | None:
         operands = instruction.operands
+        if instruction.opcode == "core":
+            return self._core
         if instruction.opcode == "sphi":
             # A phi takes the value of the edge it is entered by: the one that was set last.
             operands = (max(operands, key=lambda name: self._set_at.get(str(name), 0)),)
@@ -142,24 +189,29 @@ def _sum(values: Sequence[int | None]) -> int | None:
 
 @dataclass(frozen=True)
 class Execution:
-    """How often each bundle runs. unknown: branches that depend on data; their regions were entered."""
+    """How often each bundle runs, and what it copies from and to HBM.
+
+    unknown: branches that depend on data; their regions were entered, or all were skipped.
+    """
 
     counts: list[int]
     unknown: frozenset[int]
+    traffic: Traffic
 
     @property
     def cycles(self) -> int:
         return sum(self.counts)
 
 
-def execute(bundles: Sequence[Bundle]) -> Execution:
-    """Follow the control flow from the first bundle to behind the last.
+def execute(bundles: Sequence[Bundle], core: int = 0, *, enter_unknown: bool = True) -> Execution:
+    """Follow the control flow of one core from the first bundle to behind the last.
 
     A forward branch whose predicate depends on data is not taken, so that the region it would skip counts.
+    Without enter_unknown it is taken: that suits a kernel whose only such regions are for rare data.
     Raises ScheduleError for a loop that depends on data.
     """
-    starts = {region: index for index, bundle in enumerate(bundles) for region in bundle.starts}
-    machine, unknown = _Machine(), set[int]()
+    starts = _starts(bundles)
+    machine, unknown = _Machine(core), set[int]()
     passes = [0] * (len(bundles) + 1)  # differences: +1 where a run of bundles begins, -1 behind its end
     at, branches = 0, 0
     while at < len(bundles):
@@ -174,6 +226,7 @@ def execute(bundles: Sequence[Bundle]) -> Execution:
         taken, target = _decide(bundles, at, machine, starts)
         if taken is None:
             unknown.add(at)
+            taken = not enter_unknown
         behind = _behind_delay(bundles, at)
         for bundle in bundles[at:behind]:
             machine.run(bundle.instructions)
@@ -188,7 +241,16 @@ def execute(bundles: Sequence[Bundle]) -> Execution:
     for change in passes[:-1]:
         running += change
         counts.append(running)
-    return Execution(counts, frozenset(unknown))
+    return Execution(counts, frozenset(unknown), machine.traffic)
+
+
+def _starts(bundles: Sequence[Bundle]) -> dict[int, int]:
+    """Where each region starts; one that is branched to, but not named, is the kernel's exit."""
+    starts = {region: index for index, bundle in enumerate(bundles) for region in bundle.starts}
+    if bundles and bundles[-1].exits:
+        for branch in (bundle.branch for bundle in bundles if bundle.branch):
+            starts.setdefault(branch.region, len(bundles) - 1)
+    return starts
 
 
 def _decide(
@@ -216,50 +278,74 @@ def _behind_delay(bundles: Sequence[Bundle], at: int) -> int:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A fusion, kernel or copy of a program: how often it is called, and the cycles of one call."""
+    """A fusion, kernel or copy of a program: how often it is called, and what one call takes.
+
+    cycles: of the core that runs longest. traffic: of all cores.
+    """
 
     name: str
     calls: int
     cycles: int
+    traffic: Traffic = field(default_factory=Traffic)
 
 
 @dataclass(frozen=True)
 class ProgramSchedule:
-    """kernels: in the order of their first call. top_level: the cycles of what calls them."""
+    """kernels: in the order of their first call. top_level, top_level_traffic: of what calls them."""
 
     kernels: tuple[Kernel, ...]
     top_level: int
+    top_level_traffic: Traffic = field(default_factory=Traffic)
 
     @property
     def cycles(self) -> int:
         return self.top_level + sum(kernel.calls * kernel.cycles for kernel in self.kernels)
 
+    @property
+    def traffic(self) -> Traffic:
+        return sum((kernel.traffic * kernel.calls for kernel in self.kernels), self.top_level_traffic)
 
-def read_schedule(folder: Path) -> ProgramSchedule:
-    """The schedule of the one program whose dumps are in `folder`.
+
+def read_schedule(folder: Path, cores: int = 1, *, enter_unknown: bool = True) -> ProgramSchedule:
+    """The schedule of the one program whose dumps are in `folder`, and which `cores` cores run.
+
+    enter_unknown: of the kernels, as in `execute`.
 
     Raises ScheduleError if a dump is missing or cannot be counted.
     """
-    dumps = {match[1]: path for path in folder.iterdir() if (match := DUMP.fullmatch(path.name))}
+    dumps = find_dumps(folder)
     if TOP_LEVEL not in dumps:
         raise ScheduleError(f"{folder} holds no dump of a program; its format may have changed with libtpu")
     bundles = parse_bundles(dumps[TOP_LEVEL].read_text())
-    execution = execute(bundles)
+    executions = [execute(bundles, core) for core in range(cores)]
     calls: dict[str, int] = {}
-    for bundle, count in zip(bundles, execution.counts, strict=True):
+    for bundle, count in zip(bundles, executions[0].counts, strict=True):
         for name in bundle.calls:
             calls[name] = calls.get(name, 0) + count
-    same = _equivalents(folder)
-    missing = sorted(name for name in calls if same.get(name, name) not in dumps)
+    missing = sorted(name for name in calls if name not in dumps)
     if missing:
         raise ScheduleError(f"{folder} has no dump of {missing}, which the program calls")
 
     @functools.cache
-    def cycles(name: str) -> int:
-        return execute(parse_bundles(dumps[name].read_text())).cycles
+    def run(path: Path) -> tuple[int, Traffic]:
+        parsed = parse_bundles(path.read_text())
+        return _together([execute(parsed, core, enter_unknown=enter_unknown) for core in range(cores)])
 
-    kernels = (Kernel(name, count, cycles(same.get(name, name))) for name, count in calls.items())
-    return ProgramSchedule(tuple(kernels), execution.cycles)
+    kernels = (Kernel(name, count, *run(dumps[name])) for name, count in calls.items())
+    return ProgramSchedule(tuple(kernels), *_together(executions))
+
+
+def _together(executions: Sequence[Execution]) -> tuple[int, Traffic]:
+    """The cycles of the core that runs longest, and the traffic of all."""
+    traffic = sum((execution.traffic for execution in executions), Traffic())
+    return max(execution.cycles for execution in executions), traffic
+
+
+def find_dumps(folder: Path) -> dict[str, Path]:
+    """The final bundles of the program and of each kernel by its name; several may share one file."""
+    dumps = {match[1]: path for path in folder.iterdir() if (match := DUMP.fullmatch(path.name))}
+    same = _equivalents(folder).items()
+    return dumps | {name: dumps[other] for name, other in same if other in dumps}
 
 
 def _equivalents(folder: Path) -> dict[str, str]:

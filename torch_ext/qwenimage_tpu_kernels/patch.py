@@ -31,13 +31,12 @@ class Patch:
     """A patch in place; the patched transformer holds it as `kernel_patch`.
 
     Attributes:
-        softmax: the softmax that all layers run, "bounded" or "online".
+        softmax: the softmax that all layers run, "bounded", "exact" or "online".
         logit_bound: the largest bound on an attention logit over the layers, natural units.
     """
 
     def __init__(self, transformer: Any, implementation: str) -> None:
-        bounds = [_layer_bound(block.attn) for block in transformer.transformer_blocks]
-        self.logit_bound = max(bounds)
+        self.logit_bound = max(_layer_bound(block.attn) for block in transformer.transformer_blocks)
         self.softmax: str = choose_softmax(self.logit_bound)
         self._implementation = implementation
         self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
@@ -45,9 +44,9 @@ class Patch:
         self._set_forward(transformer.txt_norm, layers.RMSNorm.forward)
         self._set_forward(transformer.norm_out, layers.AdaLayerNormContinuous.forward)
         self._set_forward(transformer.pos_embed, _real_rope(transformer.pos_embed.forward))
-        for block, bound in zip(transformer.transformer_blocks, bounds, strict=True):
+        for block in transformer.transformer_blocks:
             self._set_forward(block, layers.QwenImageTransformerBlock.forward)
-            self._patch_attention(block.attn, bound)
+            self._patch_attention(block.attn)
         self._set_forward(transformer, _sorting_text(type(transformer).forward))
         self._transformer = transformer
         transformer.kernel_patch = self
@@ -69,13 +68,11 @@ class Patch:
         module.kernel_implementation = self._implementation
         self._forwards.append((module, forward))
 
-    def _patch_attention(self, attn: Any, bound: float) -> None:
+    def _patch_attention(self, attn: Any) -> None:
         for name in _NORMS:
             self._set_forward(getattr(attn, name), _weight)
-        device = attn.norm_q.weight.device
-        attn.register_buffer("logit_bound", torch.tensor([bound], device=device), persistent=False)
         self._processors.append((attn, attn.processor))
-        attn.set_processor(layers.QwenImageAttnProcessor(self.softmax, self._implementation))
+        attn.set_processor(layers.QwenImageAttnProcessor(self.logit_bound, self._implementation))
 
     def undo(self) -> None:
         """Make the transformer what it was.
@@ -95,7 +92,6 @@ class Patch:
             del module.forward, module.kernel_implementation
         for attn, processor in self._processors:
             attn.set_processor(processor)
-            del attn.logit_bound
         del self._transformer.kernel_patch
 
 

@@ -4,11 +4,14 @@ All logits here are ``scale * <q, k>`` in natural units; kernels work in base 2,
 ``log2(e)`` times as large. The softmaxes are exact to the same tolerance:
 
 ``bounded``
-    ``exp2(s - shift)`` with one constant shift for the whole call: no maximum and no rescaling.
-    Needs every ``|s|`` within `BOUNDED_LIMIT`, so that neither the largest row sum overflows nor
-    the smallest row underflows in f32.
+    ``exp2(s)``: no maximum, no rescaling. Needs every ``|s|`` within `BOUNDED_LIMIT`, so that neither the
+    largest row sum overflows nor the smallest row underflows in f32.
+``exact``
+    ``exp2(s - a)``, where a is the maximum of the row over its first keys, which is never moved. Right for
+    any finite logits: a block of queries with a row that rises so far above its anchor that sums could
+    overflow is computed again with running maxima. Meant for logits where that does not happen.
 ``online``
-    A running maximum and sum per row, rescaled with each key block. Right for any finite logits.
+    A running maximum and sum per row, rescaled with each group of keys. Right for any finite logits.
 """
 
 import math
@@ -19,22 +22,23 @@ import numpy as np
 
 from .layouts import HEAD_DIM
 
-Softmax = Literal["bounded", "online"]
-SOFTMAXES: tuple[Softmax, ...] = ("bounded", "online")
+Softmax = Literal["bounded", "exact", "online"]
+SOFTMAXES: tuple[Softmax, ...] = ("bounded", "exact", "online")
 
 LOG2_E = math.log2(math.e)
-# Base-2 exponents that exp2(s - shift) may reach. Above: 2**90 leaves a factor of 2**37 below the
-# f32 maximum for the number of keys times |v|. Below: a row whose largest term is 2**-110 still
-# has 16 bits of smaller terms above the smallest normal number.
-LARGEST_EXPONENT = 90
-SMALLEST_EXPONENT = -110
-BOUNDED_LIMIT = (LARGEST_EXPONENT - SMALLEST_EXPONENT) / 2 / LOG2_E
+# Base-2 exponents that weights may reach. Above: 2**100 leaves a factor of 2**27 below the f32 maximum for
+# the number of keys times |v|. Below: a row whose largest term is 2**-100 still has 26 bits of smaller
+# terms above the smallest normal number.
+LARGEST_EXPONENT = 100
+BOUNDED_LIMIT = LARGEST_EXPONENT / LOG2_E
+# Up to here "exact" is chosen: a row would have to rise by 69 above its first keys to be computed twice.
+EXACT_LIMIT = 4 * BOUNDED_LIMIT
 # Rounding q and k to bf16 after the normalisation can lengthen each by 2**-9 of itself.
 ROUNDING_SLACK = 1.01
 
 
 def choose_softmax(logit_bound: float) -> Softmax:
-    """The cheapest softmax that is exact when no ``|logit|`` is above `logit_bound`.
+    """The cheapest softmax for logits none of which is above `logit_bound` in magnitude.
 
     Args:
         logit_bound: upper bound of ``|scale * <q, k>|``, natural units; infinite when unknown.
@@ -46,7 +50,9 @@ def choose_softmax(logit_bound: float) -> Softmax:
         raise ValueError(
             f"logit_bound must be a number >= 0, got {logit_bound}; pass math.inf when none is known"
         )
-    return "bounded" if logit_bound <= BOUNDED_LIMIT else "online"
+    if logit_bound <= BOUNDED_LIMIT:
+        return "bounded"
+    return "exact" if logit_bound <= EXACT_LIMIT else "online"
 
 
 def qk_norm_logit_bound(

@@ -95,7 +95,6 @@ def check_joint_attention(
     text_key: Array,
     text_value: Array,
     text_lengths: Array,
-    logit_bound: Array,
     softmax: str,
 ) -> None:
     """Raise for arguments that `joint_attention` does not take."""
@@ -112,9 +111,6 @@ def check_joint_attention(
     _require_shape("text_lengths", text_lengths, (image_query.shape[0],), "[batch]")
     if dtype_name(text_lengths) != "int32":
         raise ValueError(f"text_lengths must be int32, got {dtype_name(text_lengths)}; convert it first")
-    _require_shape("logit_bound", logit_bound, (1,), "[1]")
-    if dtype_name(logit_bound) != "float32":
-        raise ValueError(f"logit_bound must be float32, got {dtype_name(logit_bound)}; convert it first")
     if softmax not in SOFTMAXES:
         raise ValueError(f"softmax must be one of {SOFTMAXES}, got {softmax!r}")
 

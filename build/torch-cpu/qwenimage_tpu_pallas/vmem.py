@@ -15,6 +15,11 @@ def block_bytes(shapes: Iterable[tuple[int, ...]], itemsize: int) -> int:
     return PIPELINE_BUFFERS * itemsize * sum(math.prod(shape) for shape in shapes)
 
 
+def f32_bytes(shapes: Iterable[tuple[int, ...]]) -> int:
+    """Bytes of f32 arrays that are held once."""
+    return 4 * sum(math.prod(shape) for shape in shapes)
+
+
 def check_fits(kernel: str, estimate: int, remedy: str) -> None:
     """Raise NotImplementedError when `estimate` bytes are more than a kernel may use."""
     if estimate > VMEM_LIMIT_BYTES:

@@ -1,7 +1,8 @@
 """Pallas TPU kernels for the QwenImage diffusion transformer, and what each computes in plain JAX."""
 
 from . import reference
-from .attention import AttentionConfig, joint_attention
+from .attention import joint_attention
+from .attention_layout import AttentionConfig
 from .modulation import gated_residual_layer_norm_modulate, layer_norm_modulate
 from .qk_norm_rope import qk_norm_rope
 from .rms_norm import rms_norm

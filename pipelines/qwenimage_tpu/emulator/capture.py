@@ -3,28 +3,18 @@
 import tempfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from qwenimage_tpu.program import Program
 
 from .device import plain_attention
 from .monitor import captured_programs
 from .shim import EmulatorError
 
 TPU_KERNEL = b"tpu_custom_call"
-
-
-@dataclass(frozen=True)
-class Program:
-    """What torch-tpu hands to the TPU's compiler.
-
-    code: the program, a StableHLO portable artifact. options: a serialized xla.CompileOptionsProto.
-    """
-
-    code: bytes
-    options: bytes
 
 
 def capture(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:

@@ -1,0 +1,183 @@
+"""Search the block sizes of our attention with the fewest executed cycles, and write the kernel's table.
+
+Every candidate is compiled for the TPU, without one. What was measured is appended to a file at once, so that
+an interrupted search goes on where it stopped.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import importlib.metadata
+import itertools
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+import qwenimage_tpu_pallas as kernels
+from qwenimage_tpu_pallas.attention_layout import AttentionConfig, AttentionLayout
+from qwenimage_tpu_pallas.attention_table import ROWS, Row
+from qwenimage_tpu_pallas.layouts import LANES, round_up
+from qwenimage_tpu_pallas.shapes import HEADS_PER_CHIP, QWENIMAGE_SHAPES, JointShape
+from qwenimage_tpu_pallas.softmax import Softmax
+from qwenimage_tpu_pallas.vmem import VMEM_LIMIT_BYTES
+
+from .ahead_of_time import TOPOLOGIES, lower_program
+from .attention_contenders import AttentionCase
+from .compiled_program import examine_program
+
+TABLE = Path("kernels_src/qwenimage_tpu_pallas/attention_table.py")
+# Keys times queries of one step, at least and at most: its code is proportional to them. 21 million are
+# 2.1 MB on v6e, and take the compiler half a minute.
+LOGITS_PER_STEP = (5_000_000, 21_500_000)
+COMPUTE, KEYS = (512, 640, 768, 896, 1024, 1152), (256, 512)
+# Rows computed for nothing, at most 5%.
+WASTE = 1.05
+GROUPS: dict[Softmax, tuple[int, ...]] = {"bounded": (512,), "exact": (512,), "online": (512, 1024)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One choice of block sizes for one shape on one TPU generation."""
+
+    generation: str
+    softmax: Softmax
+    shape: JointShape
+    blocks: tuple[int, int, int, int]
+
+    @property
+    def key(self) -> str:
+        """What it is in the file of results, the compiler included: another one counts anew."""
+        return " ".join(map(str, (self.generation, self.softmax, self.shape, *self.blocks, compiler())))
+
+
+def compiler() -> str:
+    """The version that decides the cycles."""
+    return f"libtpu {importlib.metadata.version('libtpu')}"
+
+
+def trials(generation: str, softmax: Softmax, shape: JointShape) -> list[Trial]:
+    """Candidates that fit VMEM, of few steps whose code is neither small nor huge."""
+    tokens = shape.image_tokens + shape.text_tokens
+    found: list[Trial] = []
+    for block_q in _query_blocks(tokens):
+        tiles = [size for size in COMPUTE if block_q % size == 0]
+        for compute, keys, group in itertools.product(tiles, KEYS, GROUPS[softmax]):
+            config = AttentionConfig(block_q, compute, group, keys)
+            layout = AttentionLayout(shape.image_tokens, shape.text_tokens, softmax, config)
+            if layout.vmem_bytes(2) <= VMEM_LIMIT_BYTES:
+                found.append(Trial(generation, softmax, shape, dataclasses.astuple(config)))
+    return found
+
+
+def _query_blocks(tokens: int, count: int = 2) -> list[int]:
+    """The largest that waste little and can be cut into equal tiles."""
+    found: dict[int, None] = {}
+    for steps in range(1, tokens // LANES + 1):
+        block_q = round_up(-(-tokens // steps), LANES)
+        fits = LOGITS_PER_STEP[0] <= block_q * tokens <= LOGITS_PER_STEP[1]
+        if fits and block_q * steps <= tokens * WASTE and any(block_q % size == 0 for size in COMPUTE):
+            found[block_q] = None
+    return list(found)[:count]
+
+
+def measure(trial: Trial) -> int | str:
+    """Executed cycles for six heads, or why there are none."""
+    case = AttentionCase(trial.generation, trial.shape, HEADS_PER_CHIP)
+    function = functools.partial(
+        kernels.joint_attention,
+        softmax=trial.softmax,
+        scale=math.log(2),
+        config=AttentionConfig(*trial.blocks),
+    )
+    try:
+        program = lower_program(trial.generation, function, case.arguments)
+        examined = examine_program(program, TOPOLOGIES[trial.generation], enter_unknown=False)
+        return examined.compiled.schedule.cycles
+    except Exception as error:  # whatever the compiler raises is the finding
+        return f"{type(error).__name__}: {error}"[-500:]
+
+
+def search(candidates: Sequence[Trial], results: Path, console: Console) -> dict[Trial, int | str]:
+    """Measure what the file of results does not have yet, two at a time on two cores, with progress."""
+    known = _read(results)
+    missing = [trial for trial in candidates if trial.key not in known]
+    with (
+        results.open("a") as file,
+        Progress(console=console) as progress,
+        concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool,
+    ):
+        running = {pool.submit(measure, trial): trial for trial in missing}
+        try:
+            finished = concurrent.futures.as_completed(running)
+            for future in progress.track(finished, total=len(running), description="compiling"):
+                known[running[future].key] = future.result()
+                file.write(json.dumps({running[future].key: future.result()}) + "\n")
+                file.flush()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return {trial: known[trial.key] for trial in candidates}
+
+
+def _read(results: Path) -> dict[str, int | str]:
+    """What was measured; a last line that an interruption cut off is removed."""
+    if not results.exists():
+        return {}
+    text = results.read_text()
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        results.write_text(whole)
+    known: dict[str, int | str] = {}
+    for line in whole.splitlines():
+        known.update(json.loads(line))
+    return known
+
+
+def best_rows(measured: dict[Trial, int | str]) -> list[Row]:
+    """The fewest cycles of each generation, softmax and shape."""
+    best: dict[tuple[str, str, int], Row] = {}
+    for trial, cycles in measured.items():
+        tokens = trial.shape.image_tokens + trial.shape.text_tokens
+        key = (trial.generation, trial.softmax, tokens)
+        if isinstance(cycles, int) and (key not in best or cycles < best[key].cycles):
+            best[key] = Row(trial.generation, trial.softmax, tokens, trial.blocks, cycles, compiler())
+    return sorted(best.values(), key=lambda row: (row.generation, row.softmax, row.tokens))
+
+
+def write_table(rows: Sequence[Row], path: Path) -> None:
+    """Replace the rows of the table's module, which stays as it is otherwise."""
+    head, _, _ = path.read_text().partition("ROWS: tuple[Row, ...] = (")
+    lines = "".join(
+        f'    Row("{r.generation}", "{r.softmax}", {r.tokens}, {r.blocks}, {r.cycles}, "{r.compiler}"),\n'
+        for r in rows
+    )
+    new = path.with_suffix(".new")
+    new.write_text(f"{head}ROWS: tuple[Row, ...] = (\n{lines})\n")
+    new.replace(path)
+
+
+def run(generations: Sequence[str], results: Path, table: Path, console: Console) -> None:
+    """Tune every softmax at QwenImage's shapes for these generations; other rows stay.
+
+    Raises ValueError for an unknown generation, or without the sources of a clone.
+    """
+    if not table.exists():
+        raise ValueError(f"the table lies in a clone, but there is no {table}; tune in a clone")
+    unknown = sorted(set(generations) - set(TOPOLOGIES))
+    if unknown:
+        raise ValueError(f"TPU generations must be of {sorted(TOPOLOGIES)}, but are {unknown}; name those")
+    candidates = [
+        trial
+        for generation, softmax, shape in itertools.product(generations, GROUPS, QWENIMAGE_SHAPES)
+        for trial in trials(generation, softmax, shape)
+    ]
+    rows = best_rows(search(candidates, results, console))
+    replaced = {row[:3] for row in rows}
+    kept = [row for row in ROWS if row[:3] not in replaced]
+    write_table(sorted([*kept, *rows]), table)
+    console.print(f"wrote {len(rows)} rows to {table}")
