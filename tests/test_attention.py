@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
 
 from accuracy import assert_as_accurate, in_float64
 from qwenimage_tpu_pallas import AttentionConfig, choose_softmax, joint_attention, reference
@@ -132,6 +133,21 @@ def test_any_token_counts_lengths_and_scales(
 @pytest.mark.parametrize("softmax", SOFTMAXES)
 def test_several_blocks_of_everything(dtype: str, softmax: Softmax):
     Problem.random(400, [0, 150, 300], 300, dtype=dtype).check(softmax, SMALL_BLOCKS)
+
+
+@pytest.mark.parametrize("softmax", SOFTMAXES)
+@pytest.mark.parametrize("block_q", [256, 768])
+def test_no_copy_races_with_the_work(block_q: int, softmax: Softmax):
+    """Copies take place as late as they may, and every unordered access to the same memory raises."""
+    problem = Problem.random(400, [16], 16, heads=3, logit_scale=1000 if softmax == "exact" else 3)
+    out = joint_attention(
+        *problem.arguments,
+        softmax=softmax,
+        config=AttentionConfig(block_q, block_q_compute=128, block_kv=256, block_kv_compute=128),
+        interpret=pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait"),
+    )
+    for rows, wanted in zip(out, problem.kernel(softmax, SMALL_BLOCKS), strict=True):
+        np.testing.assert_allclose(rows, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("softmax", SOFTMAXES)

@@ -8,9 +8,10 @@ from . import attention_table, vmem
 from .layouts import HEAD_DIM, LANES, ROW_ALIGNMENT, round_up
 from .softmax import Softmax
 
-# What VMEM holds at once for the steps in flight: queries of this step and of the next two, one more so
-# that the slot is a bit mask; outputs that are being written and that are being sent.
-QUERY_SLOTS, OUT_SLOTS = 4, 2
+# What VMEM holds for the steps in flight. Queries: of this step and of the next three. Outputs: of this step
+# and of the one before, which are being written, and of the one before that, which is being sent; one more,
+# because a slot is found by a bit mask.
+QUERY_SLOTS, OUT_SLOTS = 4, 4
 SUBLANES = 8
 # Keys times queries of one step, which its code is proportional to: 11 million are 1.1 MB.
 MAX_LOGITS_PER_STEP = 2304 * 4608
