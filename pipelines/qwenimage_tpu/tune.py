@@ -11,6 +11,7 @@ import importlib.metadata
 import itertools
 import json
 import math
+import multiprocessing
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,8 +36,8 @@ TABLE = Path("kernels_src/qwenimage_tpu_pallas/attention_table.py")
 # 2.1 MB on v6e, and take the compiler half a minute.
 LOGITS_PER_STEP = (5_000_000, 21_500_000)
 COMPUTE, KEYS = (512, 640, 768, 896, 1024, 1152), (256, 512)
-# Rows computed for nothing, at most 5%.
-WASTE = 1.05
+# Rows computed for nothing: at most 5%. Of the query blocks that are left, the largest two are tried.
+WASTE, QUERY_BLOCKS = 1.05, 2
 GROUPS: dict[Softmax, tuple[int, ...]] = {"bounded": (512,), "exact": (512,), "online": (512, 1024)}
 
 
@@ -69,20 +70,18 @@ def trials(generation: str, softmax: Softmax, shape: JointShape) -> list[Trial]:
         for compute, keys, group in itertools.product(tiles, KEYS, GROUPS[softmax]):
             config = AttentionConfig(block_q, compute, group, keys)
             layout = AttentionLayout(shape.image_tokens, shape.text_tokens, softmax, config)
-            if layout.vmem_bytes(2) <= VMEM_LIMIT_BYTES:
+            little_waste = layout.blocks * block_q <= tokens * WASTE
+            if little_waste and layout.vmem_bytes(2) <= VMEM_LIMIT_BYTES:
                 found.append(Trial(generation, softmax, shape, dataclasses.astuple(config)))
-    return found
+    largest = list(dict.fromkeys(trial.blocks[0] for trial in found))[:QUERY_BLOCKS]
+    return [trial for trial in found if trial.blocks[0] in largest]
 
 
-def _query_blocks(tokens: int, count: int = 2) -> list[int]:
-    """The largest that waste little and can be cut into equal tiles."""
-    found: dict[int, None] = {}
-    for steps in range(1, tokens // LANES + 1):
-        block_q = round_up(-(-tokens // steps), LANES)
-        fits = LOGITS_PER_STEP[0] <= block_q * tokens <= LOGITS_PER_STEP[1]
-        if fits and block_q * steps <= tokens * WASTE and any(block_q % size == 0 for size in COMPUTE):
-            found[block_q] = None
-    return list(found)[:count]
+def _query_blocks(tokens: int) -> list[int]:
+    """All, the largest first, that spread the queries evenly over steps of allowed size."""
+    smallest, largest = LOGITS_PER_STEP
+    sizes = [round_up(-(-tokens // steps), LANES) for steps in range(1, tokens // LANES + 1)]
+    return list(dict.fromkeys(size for size in sizes if smallest <= size * tokens <= largest))
 
 
 def measure(trial: Trial) -> int | str:
@@ -109,7 +108,8 @@ def search(candidates: Sequence[Trial], results: Path, console: Console) -> dict
     with (
         results.open("a") as file,
         Progress(console=console) as progress,
-        concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool,
+        # Processes, because tracing is Python, too, and half of the time.
+        concurrent.futures.ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool,
     ):
         running = {pool.submit(measure, trial): trial for trial in missing}
         try:
