@@ -20,8 +20,7 @@ class _Work:
 
     queries: QueryTile
     tiles: Sequence[KeyTile]
-    first: bool
-    last: bool
+    first: bool  # of these queries
 
 
 class _TileOrder:
@@ -82,15 +81,16 @@ class _GroupedOrder:
     def begin(self, step: Step) -> None:
         """The first group's logits and maximum, which `run` finds where the step before left them."""
         if self._pipelined:
-            self._attention.prepare_keys(step)
-            for tile in self._works[0].tiles:
-                self._look(step, 0, tile)
+            self._look_at_first(step)
+
+    def _look_at_first(self, step: Step) -> None:
+        self._attention.prepare_keys(step)
+        for tile in self._works[0].tiles:
+            self._look(step, 0, tile)
 
     def run(self, step: Step, following: Step, between: Callable[[_Work], None]) -> None:
         if not self._pipelined:
-            self._attention.prepare_keys(step)
-            for tile in self._works[0].tiles:
-                self._look(step, 0, tile)
+            self._look_at_first(step)
         maximum = None
         for position, work in enumerate(self._works):
             between(work)
@@ -125,7 +125,7 @@ class _GroupedOrder:
 def _works(layout: AttentionLayout) -> list[_Work]:
     groups = layout.key_groups
     return [
-        _Work(queries, tiles, number == 0, number == len(groups) - 1)
+        _Work(queries, tiles, number == 0)
         for queries in layout.query_tiles
         for number, tiles in enumerate(groups)
     ]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .attention_layout import OUT_SLOTS, QUERY_SLOTS, AttentionLayout, Rows
+from .attention_layout import OUT_SLOTS, QUERY_SLOTS, AttentionLayout
 from .layouts import HEAD_DIM, Ref, round_up
 
 # Rows of the tiles that XLA stores an array in: a copy of a ragged block takes the padding along.
@@ -96,34 +96,34 @@ class Copies:
     def _copied_rows(self, rows: int) -> int:
         return rows if self.interpret else round_up(rows, TILE_ROWS)
 
-    def _block(self, rows: Rows, step: Step, copy: Callable[[jax.Array, int], Any]) -> list[Copy]:
-        """The copies of a stream's rows of this step: a full block, the rest of the tokens, or nothing."""
-        first = pl.multiple_of(step.block * rows.size, TILE_ROWS)
+    def _blocks(self, step: Step, refs: tuple[Ref, Ref], copy: Callable[[Ref, slice], Any]) -> list[Copy]:
+        """The copies of both streams' rows of this step: a full block, the rest of the tokens, or nothing.
+
+        copy: makes one, of rows of a ref and of the buffer's slot.
+        """
+        row, columns = self._row_and_columns(step)
+        image, text = self.layout.image_rows, self.layout.text_rows
         copies: list[Copy] = []
-        if rows.full_blocks:
-            full = None if rows.full_blocks == self.layout.blocks else step.block < rows.full_blocks
-            copies.append(Copy(full, copy(first, rows.size)))
-        if rows.rest:
-            rest = copy(first, self._copied_rows(rows.rest))
-            copies.append(Copy(step.block == rows.full_blocks, rest))
+        for ref, rows, at in zip(refs, (image, text), (0, image.size), strict=True):
+            first = pl.multiple_of(step.block * rows.size, TILE_ROWS)
+            if rows.full_blocks:
+                full = None if rows.full_blocks == self.layout.blocks else step.block < rows.full_blocks
+                block = ref.at[row, pl.ds(first, rows.size), columns]
+                copies.append(Copy(full, copy(block, slice(at, at + rows.size))))
+            if rows.rest:
+                size = self._copied_rows(rows.rest)
+                block = ref.at[row, pl.ds(first, size), columns]
+                copies.append(Copy(step.block == rows.full_blocks, copy(block, slice(at, at + size))))
         return copies
 
     def query(self, step: Step) -> list[Copy]:
-        row, columns = self._row_and_columns(step)
         into = slot(step.number, QUERY_SLOTS)
-
-        def copy(ref: Ref, at: int) -> Callable[[jax.Array, int], Any]:
-            return lambda first, size: pltpu.make_async_copy(
-                ref.at[row, pl.ds(first, size), columns],
-                self.query_buffer.at[into, at : at + size],
-                self.query_semaphores.at[into],
-            )
-
-        image, text = self.layout.image_rows, self.layout.text_rows
-        return [
-            *self._block(image, step, copy(self.queries[0], 0)),
-            *self._block(text, step, copy(self.queries[1], image.size)),
-        ]
+        buffer, semaphore = self.query_buffer, self.query_semaphores.at[into]
+        return self._blocks(
+            step,
+            self.queries,
+            lambda block, rows: pltpu.make_async_copy(block, buffer.at[into, rows], semaphore),
+        )
 
     def key(self, step: Step) -> list[Copy]:
         """Keys and values of the step's head."""
@@ -145,18 +145,10 @@ class Copies:
         return copies
 
     def out(self, step: Step) -> list[Copy]:
-        row, columns = self._row_and_columns(step)
         source = slot(step.number, OUT_SLOTS)
-
-        def copy(ref: Ref, at: int) -> Callable[[jax.Array, int], Any]:
-            return lambda first, size: pltpu.make_async_copy(
-                self.out_buffer.at[source, at : at + size],
-                ref.at[row, pl.ds(first, size), columns],
-                self.out_semaphores.at[source],
-            )
-
-        image, text = self.layout.image_rows, self.layout.text_rows
-        return [
-            *self._block(image, step, copy(self.outs[0], 0)),
-            *self._block(text, step, copy(self.outs[1], image.size)),
-        ]
+        buffer, semaphore = self.out_buffer, self.out_semaphores.at[source]
+        return self._blocks(
+            step,
+            self.outs,
+            lambda block, rows: pltpu.make_async_copy(buffer.at[source, rows], block, semaphore),
+        )
