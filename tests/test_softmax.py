@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from qwenimage_tpu_pallas import BOUNDED_LIMIT, checkpoint_logit_bound, choose_softmax, qk_norm_logit_bound
 from qwenimage_tpu_pallas.layouts import HEAD_DIM
-from qwenimage_tpu_pallas.softmax import EXACT_LIMIT, LOG2_E
+from qwenimage_tpu_pallas.softmax import EXACT_LIMIT, INT8_LIMIT, LOG2_E, check_softmax
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,16 @@ def test_choice(bound: float, softmax: str):
 def test_a_bound_is_a_number_not_below_zero(bound: float):
     with pytest.raises(ValueError, match=r"logit_bound must be a number >= 0, got .*math\.inf"):
         choose_softmax(bound)
+
+
+@pytest.mark.parametrize(("softmax", "limit"), [("bounded", BOUNDED_LIMIT), ("int8", INT8_LIMIT)])
+def test_a_softmax_that_could_overflow_is_refused(softmax: str, limit: float):
+    check_softmax(softmax, limit)
+    with pytest.raises(ValueError, match=rf"the {softmax} softmax needs a logit_bound of at most .*online"):
+        check_softmax(softmax, math.nextafter(limit, math.inf))
+    check_softmax("exact", math.inf)
+    with pytest.raises(ValueError, match=r"softmax must be one of .*int8.*, got 'fast'"):
+        check_softmax("fast", 0)
 
 
 def test_at_the_limit_the_largest_sum_is_finite_and_the_smallest_keeps_its_small_terms():

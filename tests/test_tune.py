@@ -14,7 +14,7 @@ from qwenimage_tpu.tune import Trial, best_rows, compiler, search, trials, write
 from qwenimage_tpu_pallas.attention_layout import AttentionConfig, AttentionLayout, default_config
 from qwenimage_tpu_pallas.attention_table import Row
 from qwenimage_tpu_pallas.shapes import QWENIMAGE_SHAPES, JointShape
-from qwenimage_tpu_pallas.softmax import SOFTMAXES, Softmax
+from qwenimage_tpu_pallas.softmax import ALL_SOFTMAXES, Softmax
 from qwenimage_tpu_pallas.vmem import VMEM_LIMIT_BYTES
 
 SHAPE = JointShape(4096, 512)
@@ -22,7 +22,7 @@ BLOCKS = [(2304, 768, 512, 256), (2304, 1152, 512, 512), (4608, 768, 512, 256)]
 
 
 @pytest.mark.parametrize("shape", QWENIMAGE_SHAPES, ids=str)
-@pytest.mark.parametrize("softmax", SOFTMAXES)
+@pytest.mark.parametrize("softmax", ALL_SOFTMAXES)
 def test_every_shape_has_candidates_that_fit_vmem_and_waste_little(shape: JointShape, softmax: Softmax):
     found = trials("v6e", softmax, shape)
     assert len(found) > 3

@@ -13,10 +13,11 @@ from .ops import (
     rms_norm,
 )
 from .patch import Patch, patch_transformer, softmax_for, softmax_from_norm_weights
-from .qwenimage_tpu_pallas import BOUNDED_LIMIT, choose_softmax
+from .qwenimage_tpu_pallas import BOUNDED_LIMIT, INT8_LIMIT, choose_softmax
 
 __all__ = [
     "BOUNDED_LIMIT",
+    "INT8_LIMIT",
     "Patch",
     "choose_softmax",
     "gated_residual_layer_norm_modulate",

@@ -20,7 +20,12 @@ from torch import nn
 
 from . import layers
 from .ops import check_implementation
-from .qwenimage_tpu_pallas import checkpoint_logit_bound, choose_softmax, qk_norm_logit_bound
+from .qwenimage_tpu_pallas import (
+    check_softmax,
+    checkpoint_logit_bound,
+    choose_softmax,
+    qk_norm_logit_bound,
+)
 from .qwenimage_tpu_pallas.layouts import HEAD_DIM
 
 _ROPE_POSITIONS = 4096  # of diffusers' tables
@@ -31,13 +36,14 @@ class Patch:
     """A patch in place; the patched transformer holds it as `kernel_patch`.
 
     Attributes:
-        softmax: the softmax that all layers run, "bounded", "exact" or "online".
+        softmax: the softmax that all layers run, "bounded", "exact", "online" or "int8".
         logit_bound: the largest bound on an attention logit over the layers, natural units.
     """
 
-    def __init__(self, transformer: Any, implementation: str) -> None:
+    def __init__(self, transformer: Any, implementation: str, softmax: str | None) -> None:
         self.logit_bound = max(_layer_bound(block.attn) for block in transformer.transformer_blocks)
-        self.softmax: str = choose_softmax(self.logit_bound)
+        self.softmax: str = softmax or choose_softmax(self.logit_bound)
+        check_softmax(self.softmax, self.logit_bound)
         self._implementation = implementation
         self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
         self._processors: list[tuple[Any, Any]] = []
@@ -72,7 +78,8 @@ class Patch:
         for name in _NORMS:
             self._set_forward(getattr(attn, name), _weight)
         self._processors.append((attn, attn.processor))
-        attn.set_processor(layers.QwenImageAttnProcessor(self.logit_bound, self._implementation))
+        processor = layers.QwenImageAttnProcessor(self.logit_bound, self._implementation, self.softmax)
+        attn.set_processor(processor)
 
     def undo(self) -> None:
         """Make the transformer what it was.
@@ -95,7 +102,9 @@ class Patch:
         del self._transformer.kernel_patch
 
 
-def patch_transformer(transformer: Any, *, implementation: str = "kernel") -> Patch:
+def patch_transformer(
+    transformer: Any, *, implementation: str = "kernel", softmax: str | None = None
+) -> Patch:
     """Run a `QwenImageTransformer2DModel` on these kernels.
 
     Base, Edit, Edit-Plus and Layered models, with ControlNet residuals or without. The patched model
@@ -106,18 +115,20 @@ def patch_transformer(transformer: Any, *, implementation: str = "kernel") -> Pa
     Args:
         transformer: the model, its weights loaded (on any device but meta), bf16 or f32.
         implementation: "kernel", "interpret" or "reference", as of the functions in `ops`.
+        softmax: "bounded", "exact", "online" or "int8", as of `joint_attention`; None for the fastest that is
+            exact with these weights.
 
     Returns:
         The patch, which tells the softmax and can undo itself.
 
     Raises:
         ValueError: not a QwenImage transformer, patched already, hooked already, weights on meta, or an
-            unknown implementation.
+            unknown implementation or softmax, or one that these weights' bound does not allow.
         NotImplementedError: a head size other than 128, or weights that are neither bf16 nor f32.
     """
     check_implementation(implementation)
     _check_transformer(transformer)
-    return Patch(transformer, implementation)
+    return Patch(transformer, implementation, softmax)
 
 
 def softmax_for(transformer: Any) -> tuple[str, float]:

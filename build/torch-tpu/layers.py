@@ -131,15 +131,19 @@ class QwenImageAttnProcessor:
     Args:
         logit_bound: as of `joint_attention`. One for all layers, so that they share one executable.
         implementation: as of the functions in `ops`.
+        softmax: as of `joint_attention`.
     """
 
     # Set by diffusers' set_attention_backend and by its context parallelism.
     _attention_backend = None
     _parallel_config = None
 
-    def __init__(self, logit_bound: float, implementation: str = "kernel") -> None:
+    def __init__(
+        self, logit_bound: float, implementation: str = "kernel", softmax: str | None = None
+    ) -> None:
         self.logit_bound = logit_bound
         self.implementation = implementation
+        self.softmax = softmax
 
     def __call__(
         self,
@@ -169,6 +173,7 @@ class QwenImageAttnProcessor:
             *(text_query, text_key, attn.add_v_proj(encoder_hidden_states)),
             text_lengths,
             logit_bound=self.logit_bound,
+            softmax=self.softmax,
             scale=math.log(2),
             implementation=self.implementation,
         )

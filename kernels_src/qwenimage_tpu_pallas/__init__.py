@@ -7,13 +7,25 @@ from .modulation import gated_residual_layer_norm_modulate, layer_norm_modulate
 from .qk_norm_rope import qk_norm_rope
 from .rms_norm import rms_norm
 from .row_blocks import RowConfig
-from .softmax import BOUNDED_LIMIT, SOFTMAXES, checkpoint_logit_bound, choose_softmax, qk_norm_logit_bound
+from .softmax import (
+    ALL_SOFTMAXES,
+    BOUNDED_LIMIT,
+    INT8_LIMIT,
+    SOFTMAXES,
+    check_softmax,
+    checkpoint_logit_bound,
+    choose_softmax,
+    qk_norm_logit_bound,
+)
 
 __all__ = [
+    "ALL_SOFTMAXES",
     "BOUNDED_LIMIT",
+    "INT8_LIMIT",
     "SOFTMAXES",
     "AttentionConfig",
     "RowConfig",
+    "check_softmax",
     "checkpoint_logit_bound",
     "choose_softmax",
     "gated_residual_layer_norm_modulate",

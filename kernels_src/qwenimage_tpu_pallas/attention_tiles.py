@@ -47,50 +47,69 @@ class Attention:
 
     layout: AttentionLayout
     base2_scale: float
+    exponents: Any  # dtype of what exp2 takes and gives
     heads: int
     lengths_ref: Ref  # [batch] SMEM
     copies: Copies
     scratch: Scratch
 
-    def _dot(self, lhs: jax.Array, rhs: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    def dot(
+        self, lhs: jax.Array, rhs: jax.Array, contract: tuple[int, int], result: Any = jnp.float32
+    ) -> jax.Array:
         if self.copies.interpret:
             # The same products and sums. XLA's CPU has no 16-bit matmul in every place that this one runs in.
-            lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
+            lhs, rhs, result = lhs.astype(jnp.float32), rhs.astype(jnp.float32), jnp.float32
         return jax.lax.dot_general(
             lhs,
             rhs,
             (((contract[0],), (contract[1],)), ((), ())),
             precision=matmul_precision(lhs.dtype),
-            preferred_element_type=jnp.float32,
+            preferred_element_type=result,
         )
 
-    def _tail_counts(self, step: Step) -> jax.Array:
-        """``[tail, 1]`` bool: which rows of the tail are keys of this batch row."""
-        layout, (batch,) = self.layout, self.lengths_ref.shape
+    def batch_row(self, step: Step) -> jax.Array | int:
+        (batch,) = self.lengths_ref.shape
         # The step after the last one has no batch row of its own.
-        batch_row = jnp.minimum(jax.lax.div(step.pair, self.heads), batch - 1) if batch > 1 else 0
-        row = jax.lax.broadcasted_iota(jnp.int32, (layout.tail, 1), 0)
-        text = row - layout.tail_text_start
-        return (row < layout.tail_image) | ((text >= 0) & (text < self.lengths_ref[batch_row]))
+        return jnp.minimum(jax.lax.div(step.pair, self.heads), batch - 1) if batch > 1 else 0
 
-    def _clean_tail(self, step: Step, buffer: Ref) -> jax.Array:
-        """The tail's rows of a buffer of keys or values, zero where they do not count.
+    def _tail_counts(self, step: Step, first: int, size: int) -> jax.Array:
+        """``[size, 1]`` bool: which of these rows of the tail are keys of this batch row."""
+        row = jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0) + first
+        text = row - self.layout.tail_text_start
+        length = self.lengths_ref[self.batch_row(step)]
+        return (row < self.layout.tail_image) | ((text >= 0) & (text < length))
 
-        0 * NaN is NaN, so a weight of 0 alone would not keep padding out of the sum. In f32, because v5e
-        selects no 16-bit vectors.
+    def clean_tail(self, step: Step, buffer: Ref, first: int, size: int) -> jax.Array:
+        """Rows of the tail of a buffer of keys or values, in f32, zero where they do not count.
+
+        0 * NaN is NaN, so a weight of 0 alone would not keep padding out of the sum. v5e selects no 16-bit
+        vectors.
         """
-        rows = buffer[slot(step.pair, self.layout.key_slots), self.layout.whole_keys :, :]
-        return jnp.where(self._tail_counts(step), rows.astype(jnp.float32), 0).astype(rows.dtype)
+        start = self.layout.whole_keys + first
+        rows = buffer[slot(step.pair, self.layout.key_slots), start : start + size, :]
+        return jnp.where(self._tail_counts(step, first, size), rows.astype(jnp.float32), 0)
+
+    def prepare_first(self, step: Step) -> None:
+        """What the first step of all needs and others find prepared; nothing here."""
+
+    def prepare_ahead(self, following: Step, position: int, positions: int) -> None:
+        """A share of what the next step needs, at one of several positions in this one; nothing here."""
+
+    def prepare_mask(self, step: Step) -> None:
+        """What `masked` reads; all logits of the step before must have been asked for."""
+        mask = jnp.where(self._tail_counts(step, 0, self.layout.tail), 0.0, math.inf)
+        self.scratch.tail_mask[...] = jnp.broadcast_to(mask, self.scratch.tail_mask.shape)
 
     def prepare_keys(self, step: Step) -> None:
         """What `logits` reads of a step's tail; all logits of the step before must have been asked for."""
-        self.scratch.tail_key[...] = self._clean_tail(step, self.copies.key_buffer)
-        mask = jnp.where(self._tail_counts(step), 0.0, math.inf)
-        self.scratch.tail_mask[...] = jnp.broadcast_to(mask, self.scratch.tail_mask.shape)
+        self.prepare_mask(step)
+        rows = self.clean_tail(step, self.copies.key_buffer, 0, self.layout.tail)
+        self.scratch.tail_key[...] = rows.astype(self.scratch.tail_key.dtype)
 
     def prepare_values(self, step: Step) -> None:
         """What `add` reads of a step's tail."""
-        self.scratch.tail_value[...] = self._clean_tail(step, self.copies.value_buffer)
+        rows = self.clean_tail(step, self.copies.value_buffer, 0, self.layout.tail)
+        self.scratch.tail_value[...] = rows.astype(self.scratch.tail_value.dtype)
 
     def _rows(self, step: Step, tile: KeyTile, buffer: Ref, tail: Ref) -> jax.Array:
         if tile.masked:
@@ -102,27 +121,27 @@ class Attention:
         """``[keys, queries]`` f32, base 2; minus infinity where a key does not count."""
         first, size = queries
         query = self.copies.query_buffer[slot(step.number, QUERY_SLOTS), first : first + size, :]
-        logits = self._dot(
+        logits = self.dot(
             self._rows(step, tile, self.copies.key_buffer, self.scratch.tail_key), query, (1, 1)
         )
         if self.base2_scale != 1:
             logits *= self.base2_scale
-        return self._masked(logits, tile) if tile.masked else logits
+        return self.masked(logits, tile) if tile.masked else logits
 
-    def _masked(self, logits: jax.Array, tile: KeyTile) -> jax.Array:
+    def masked(self, logits: jax.Array, tile: KeyTile) -> jax.Array:
         first = tile.start - self.layout.whole_keys
         mask = self.scratch.tail_mask[first : first + tile.size, :]
         # Subtracted: Mosaic would fuse an addition into the matmul, at half its speed.
         return logits - jnp.concatenate([mask] * (logits.shape[1] // LANES), axis=1)
 
     def weights(self, queries: QueryTile, logits: jax.Array, first: bool) -> jax.Array:
-        """Bounded: ``exp2(s)``. Exact: ``exp2(s - a)``, where the anchor a is the maximum of the first tile.
+        """Exact: ``exp2(s - a)``, where the anchor a is the maximum of the first tile. Others: ``exp2(s)``.
 
-        Neither is ever rescaled: the smallest sum is 1 for the latter. One that overflows is seen in
+        None is ever rescaled: the smallest sum is 1 for the exact one. One that overflows is seen in
         `overflowed`.
         """
-        if self.layout.softmax == "bounded":
-            return jnp.exp2(logits)
+        if self.layout.softmax != "exact":
+            return jnp.exp2(logits.astype(self.exponents))
         lanes = slice(queries[0], queries[0] + queries[1])
         if first:
             anchor = jnp.max(jnp.max(sublane_groups(logits), axis=0), axis=0, keepdims=True)
@@ -143,16 +162,13 @@ class Attention:
         step: Step,
         queries: QueryTile,
         tile: KeyTile,
-        weights: jax.Array,  # [keys, queries] f32
+        weights: jax.Array,  # [keys, queries]
         rescale: jax.Array | float,  # [1, queries], or 0 to start the sums
     ) -> None:
         """Add a tile's weights and weighted values to the sums, after these were multiplied by `rescale`."""
         lanes = slice(queries[0], queries[0] + queries[1])
         values = self._values(step, queries, tile)
-        weights = weights.astype(values.dtype)
-        # The sum of the rounded weights: the rounding error then cancels in the quotient.
-        total = jnp.sum(sublane_groups(weights.astype(jnp.float32)), axis=0)
-        out = self._dot(values, weights, (1, 0))
+        total, out = self.sum_up(values, weights.astype(values.dtype))
         for ref, added in ((self.scratch.sums, total), (self.scratch.out, out)):
             if isinstance(rescale, jax.Array):
                 ref[:, lanes] = ref[:, lanes] * rescale + added
@@ -160,6 +176,14 @@ class Attention:
                 ref[:, lanes] += added
             else:
                 ref[:, lanes] = added
+
+    def sum_up(self, values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of a tile, the weights' eight partial sums, and the weighted values.
+
+        The sum of the rounded weights: the rounding error then cancels in the quotient.
+        """
+        total = jnp.sum(sublane_groups(weights.astype(jnp.float32)), axis=0)
+        return total, self.dot(values, weights, (1, 0))
 
     def finish(self, index: jax.Array, queries: QueryTile) -> None:
         """Divide by the sums, and write the rows into the buffer from which step `index` is sent."""
@@ -222,12 +246,12 @@ class Attention:
             size = self.layout.config.block_kv_compute
             rows = pl.ds(pl.multiple_of(tile * size, size), size)
             key = self.copies.key_buffer[slot(step.pair, self.layout.key_slots), rows, :]
-        logits = self._dot(key, query, (1, 1)) * self.base2_scale
+        logits = self.dot(key, query, (1, 1)) * self.base2_scale
         if isinstance(tile, KeyTile):
-            logits = self._masked(logits, tile)
+            logits = self.masked(logits, tile)
         new = jnp.maximum(maximum, jnp.max(logits, axis=0, keepdims=True))
         rescale, weights = jnp.exp2(maximum - new), jnp.exp2(logits - new)
         values = self.scratch.transposed_values[:, rows]
         weights = weights.astype(values.dtype)
         total = total * rescale + jnp.sum(weights.astype(jnp.float32), axis=0, keepdims=True)
-        return new, total, out * rescale + self._dot(values, weights, (1, 0))
+        return new, total, out * rescale + self.dot(values, weights, (1, 0))

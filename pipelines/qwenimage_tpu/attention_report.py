@@ -46,7 +46,7 @@ class Result:
     """A contender with its best choice of block sizes, or why there is none.
 
     tried, failed: how many choices, and how many of them did not compile. error: what the last of these said.
-    cycles: of each choice that did.
+    cycles: of each choice that did. remark: the contender's.
     """
 
     contender: str
@@ -57,6 +57,7 @@ class Result:
     error: str = ""
     cycles: dict[str, int] = field(default_factory=dict[str, int])
     measured: Measured | None = None
+    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,8 @@ def print_report(report: AttentionReport, console: Console) -> None:
         if measured.worst_cycles != measured.cycles:
             console.print(f"{result.contender}: up to {measured.worst_cycles:,} cycles, on rare data")
     for result in report.ranked:
+        if result.remark:
+            console.print(f"{result.contender}: {result.remark}")
         if result.failed or result.error:
             failed = f"{result.failed} of {result.tried} choices failed, the last: " if result.tried else ""
             console.print(f"{result.contender}: {failed}{result.error}", markup=False, highlight=False)

@@ -157,7 +157,10 @@ def _compete(contender: Contender, compiler: _Compiler, advance: Callable[[], ob
             error = f"{candidate.choice} {_reason(exception)}".strip()
         advance()
     tried = len(contender.candidates)
-    result = Result(contender.name, contender.ours, tried=tried, failed=tried - len(measured), error=error)
+    failed = tried - len(measured)
+    result = Result(
+        contender.name, contender.ours, tried=tried, failed=failed, error=error, remark=contender.remark
+    )
     if not measured:
         return result
     cycles = {candidate.choice: found.cycles for candidate, found in measured}

@@ -78,6 +78,13 @@ def generate_command(
         Path | None, typer.Option(help="Keep compiled programs in this folder for later runs.")
     ] = None,
     kernel_repo: KernelRepo = None,
+    softmax: Annotated[
+        Literal["bounded", "exact", "online", "int8"] | None,
+        typer.Option(
+            help="Of the attention kernel. Left out, the fastest that is exact for the model; int8 rounds"
+            " queries and keys."
+        ),
+    ] = None,
     no_kernels: Annotated[bool, typer.Option("--no-kernels", help="Run stock diffusers.")] = False,
     compare: Annotated[
         bool,
@@ -115,6 +122,7 @@ def generate_command(
             images_per_prompt=batch,
             kernels=not no_kernels,
             kernel_repo=kernel_repo,
+            softmax=softmax,
             compile=mode,
         )
         request = Request(

@@ -83,7 +83,7 @@ def kernel_cases() -> list[KernelCase]:
             functools.partial(kernels.joint_attention, softmax=softmax),
             _attention_arguments,
         )
-        for softmax in kernels.SOFTMAXES
+        for softmax in kernels.ALL_SOFTMAXES
     ]
     cases.append(KernelCase("qk_norm_rope", kernels.qk_norm_rope, _norm_rope_arguments))
     for indexed in (False, True):

@@ -66,11 +66,11 @@ class Stopwatch:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
-def attach_kernels(pipe: QwenImagePipeline, kernels: LoadedKernels) -> Patch:
+def attach_kernels(pipe: QwenImagePipeline, kernels: LoadedKernels, softmax: str | None = None) -> Patch:
     """Replace the transformer's hot parts by the kernels, until the returned patch's `undo()`."""
     # An emulated TPU cannot run TPU code.
     implementation = "interpret" if emulator.started() else "kernel"
-    return kernels.module.patch_transformer(pipe.transformer, implementation=implementation)
+    return kernels.module.patch_transformer(pipe.transformer, implementation=implementation, softmax=softmax)
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def prepared(
         if options.kernels:
             with (watch or Stopwatch()).stage("kernels"):
                 loaded = load_kernels(options.kernel_repo)
-                patch = attach_kernels(pipe, loaded)
+                patch = attach_kernels(pipe, loaded, options.softmax)
             cleanup.callback(patch.undo)
             used = UsedKernels(loaded.repo, loaded.build_id, loaded.variant, patch.softmax)
         if options.compile is not None:

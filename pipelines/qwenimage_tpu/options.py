@@ -22,7 +22,8 @@ class GenerateOptions:
     Picture i (counted over all prompts) has the seed `seed + i`, so that it equals a run of its own.
     `true_cfg_scale` > 1 turns on classifier-free guidance with `negative_prompt`, or with " " if that is
     None. `text_bucket` fixes the padded text length; None takes the smallest of TEXT_BUCKETS that fits.
-    `kernel_repo` None means the default repository. `compile` "blocks" or "full" compiles the models, the
+    `kernel_repo` None means the default repository. `softmax` None lets the kernels choose one that is exact
+    for the model. `compile` "blocks" or "full" compiles the models, the
     transformer by its blocks or as a whole; None runs them eagerly.
     Raises ValueError with the rule, the value and the remedy.
     """
@@ -38,6 +39,7 @@ class GenerateOptions:
     text_bucket: int | None = None
     kernels: bool = True
     kernel_repo: str | None = None
+    softmax: Literal["bounded", "exact", "online", "int8"] | None = None
     compile: Literal["blocks", "full"] | None = None
 
     def __post_init__(self) -> None:
@@ -49,6 +51,10 @@ class GenerateOptions:
         _check_at_least_one("images per prompt", self.images_per_prompt)
         check_size(self.height, self.width)
         self._check_guidance()
+        if self.softmax is not None and not self.kernels:
+            raise ValueError(
+                f"the {self.softmax} softmax belongs to the kernels, which are turned off; leave one out"
+            )
         if self.text_bucket is not None and self.text_bucket not in TEXT_BUCKETS:
             raise ValueError(f"the text bucket must be one of {TEXT_BUCKETS}, but is {self.text_bucket}")
         if not 0 <= self.seed <= 2**63 - self.image_count:

@@ -38,7 +38,14 @@ LOGITS_PER_STEP = (5_000_000, 21_500_000)
 COMPUTE, KEYS = (512, 640, 768, 896, 1024, 1152), (256, 512)
 # Rows computed for nothing: at most 5%. Of the query blocks that are left, the largest two are tried.
 WASTE, QUERY_BLOCKS = 1.05, 2
-GROUPS: dict[Softmax, tuple[int, ...]] = {"bounded": (512,), "exact": (512,), "online": (512, 1024)}
+GROUPS: dict[Softmax, tuple[int, ...]] = {
+    "bounded": (512,),
+    "exact": (512,),
+    "online": (512, 1024),
+    "int8": (512,),
+}
+# int8 keys and bf16 weights take their matrix units in turns: a tile of 256 queries occupies one of them.
+INT8_COMPUTE, INT8_KEYS = (256,), (512, 640, 768, 1024)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +73,9 @@ def trials(generation: str, softmax: Softmax, shape: JointShape) -> list[Trial]:
     tokens = shape.image_tokens + shape.text_tokens
     found: list[Trial] = []
     for block_q in _query_blocks(tokens):
-        tiles = [size for size in COMPUTE if block_q % size == 0]
-        for compute, keys, group in itertools.product(tiles, KEYS, GROUPS[softmax]):
+        sizes, key_tiles = (INT8_COMPUTE, INT8_KEYS) if softmax == "int8" else (COMPUTE, KEYS)
+        tiles = [size for size in sizes if block_q % size == 0]
+        for compute, keys, group in itertools.product(tiles, key_tiles, GROUPS[softmax]):
             config = AttentionConfig(block_q, compute, group, keys)
             layout = AttentionLayout(shape.image_tokens, shape.text_tokens, softmax, config)
             little_waste = layout.blocks * block_q <= tokens * WASTE

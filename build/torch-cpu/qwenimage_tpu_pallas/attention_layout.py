@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 from . import attention_table, vmem
 from .layouts import HEAD_DIM, LANES, ROW_ALIGNMENT, round_up
@@ -12,6 +11,8 @@ from .softmax import Softmax
 # and of the one before, which are being written, and of the one before that, which is being sent; one more,
 # because a slot is found by a bit mask.
 QUERY_SLOTS, OUT_SLOTS = 4, 4
+# Keys that share a scale in int8, and rows of its tiles.
+INT8_PIECE, INT8_ROWS = 128, 32
 SUBLANES = 8
 # Keys times queries of one step, which its code is proportional to: 11 million are 1.1 MB.
 MAX_LOGITS_PER_STEP = 2304 * 4608
@@ -126,7 +127,8 @@ class AttentionLayout:
 
     @property
     def tail(self) -> int:
-        return self.tail_text_start + round_up(self.text_tokens, ROW_ALIGNMENT)
+        rows = INT8_ROWS if self.softmax == "int8" else ROW_ALIGNMENT
+        return round_up(self.tail_text_start + self.text_tokens, rows)
 
     @property
     def keys(self) -> int:
@@ -144,6 +146,12 @@ class AttentionLayout:
         return [tiles[start : start + length] for start, length in split(len(tiles), per_group)]
 
     @property
+    def int8_pieces(self) -> list[tuple[int, int]]:
+        """Keys that share a scale: first and number. Image keys of whole tiles do not mix with the tail."""
+        tail = [(self.whole_keys + first, size) for first, size in split(self.tail, INT8_PIECE)]
+        return split(self.whole_keys, INT8_PIECE) + tail
+
+    @property
     def logit_slots(self) -> int:
         """Buffers for a group's logits: the next group's are computed while this one's are used.
 
@@ -153,7 +161,7 @@ class AttentionLayout:
         return 2 if groups % 2 == 0 else min(groups, 3)
 
     def vmem_bytes(self, itemsize: int) -> int:
-        """VMEM that a call takes: buffers of activations, then of statistics and logits."""
+        """VMEM that a call takes: of activations, of statistics and logits, and of what is quantized."""
         block_q, query_tile = self.config.block_q, self.query_tiles[0][1]
         group = max(sum(tile.size for tile in tiles) for tiles in self.key_groups)
         activations = (
@@ -163,12 +171,17 @@ class AttentionLayout:
             logits = [(group + SUBLANES, query_tile)] * self.logit_slots
         else:
             logits = [(group, query_tile)]
-        statistics: Sequence[tuple[int, int]] = [
+        statistics: list[tuple[int, ...]] = [
             (HEAD_DIM + 2 * SUBLANES, block_q),
             (self.tail, LANES),
             *logits,
         ]
-        return activations * HEAD_DIM * itemsize + vmem.f32_bytes(statistics)
+        int8 = 0
+        if self.softmax == "int8":
+            pieces = len(self.int8_pieces)
+            statistics += [(SUBLANES, block_q), (2 * pieces, SUBLANES, LANES), (SUBLANES, HEAD_DIM)]
+            int8 = (block_q + 2 * self.keys) * HEAD_DIM
+        return activations * HEAD_DIM * itemsize + vmem.f32_bytes(statistics) + int8
 
 
 def default_config(
@@ -186,6 +199,8 @@ def default_config(
     # A f32 matmul is six of bf16, and each of them is code.
     compute, logits = (768, MAX_LOGITS_PER_STEP) if dtype == "bfloat16" else (256, MAX_LOGITS_PER_STEP // 8)
     block_q = max(compute, logits // tokens // compute * compute)
+    if softmax == "int8":
+        return _fitted(AttentionConfig(block_q, 256, 512, 768), tokens)
     return _fitted(AttentionConfig(block_q, compute, 512, 256), tokens)
 
 

@@ -41,7 +41,8 @@ class _TileOrder:
     def run(self, step: Step, following: Step, between: Callable[[_Work], None]) -> None:
         attention, first = self._attention, self._works[0]
         logits = self._carried[: first.tiles[0].size, : first.queries[1]]
-        for work, ahead in zip(self._works, [*self._works[1:], None], strict=True):
+        for position, (work, ahead) in enumerate(zip(self._works, [*self._works[1:], None], strict=True)):
+            attention.prepare_ahead(following, position, len(self._works))
             if ahead:
                 next_logits = attention.logits(step, ahead.queries, ahead.tiles[0])
             else:
@@ -191,6 +192,7 @@ def run_steps(attention: Attention, first_pair: jax.Array | int, pairs: int) -> 
     before = (at(-3), at(-2))
     move(first, before)
     fetch_keys(first)
+    attention.prepare_first(first)
     order.begin(first)
     jax.lax.fori_loop(0, steps, body, (*before, first))
     attention.finish(jnp.int32(steps - 1), tiles[-1])

@@ -4,7 +4,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-_BUILD_ID = "_qwenimage_tpu_kernels_tpu_0eac5bf836"
+_BUILD_ID = "_qwenimage_tpu_kernels_tpu_8abe93f1e9"
 
 
 def _load():

@@ -21,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from . import vmem
 from .attention_copies import Copies
+from .attention_int8 import Int8Attention, Int8Scratch
 from .attention_layout import (
     OUT_SLOTS,
     QUERY_SLOTS,
@@ -50,10 +51,12 @@ def _kernel(
     buffers: Sequence[Ref],
     semaphores: Sequence[Ref],
     scratch: Scratch,
+    int8: Int8Scratch | None,
     *,
     layout: AttentionLayout,
     base2_scale: float,
     cores: int,
+    exponents: Any,
     interpret: bool,
 ) -> None:
     batch, _, channels = image_query_ref.shape
@@ -69,13 +72,14 @@ def _kernel(
         *buffers,
         *semaphores,
     )
-    attention = Attention(layout, base2_scale, heads, lengths_ref, copies, scratch)
+    common = (layout, base2_scale, exponents, heads, lengths_ref, copies, scratch)
+    attention = Attention(*common) if int8 is None else Int8Attention(*common, int8)
     pairs = batch * heads // cores
     run_steps(attention, pl.program_id(0) * pairs if cores > 1 else 0, pairs)
 
 
 def scratch_shapes(layout: AttentionLayout, dtype: jnp.dtype) -> tuple[Any, ...]:
-    """Buffers of the copies, their semaphores, and `Scratch`."""
+    """Buffers of the copies, their semaphores, `Scratch`, and `Int8Scratch` for the int8 softmax."""
     block_q, width = layout.config.block_q, layout.query_tiles[0][1]
     group = max(sum(tile.size for tile in tiles) for tiles in layout.key_groups)
     slots, maxima = (layout.logit_slots,) * 2 if layout.softmax == "online" else (1, 0)
@@ -96,7 +100,17 @@ def scratch_shapes(layout: AttentionLayout, dtype: jnp.dtype) -> tuple[Any, ...]
         [statistic((group, width))] * slots,
         [statistic((SUBLANES, width))] * maxima,
     )
-    return buffers, semaphores, scratch
+    int8: Any = None
+    if layout.softmax == "int8":
+        key, pieces = pltpu.VMEM((layout.keys, HEAD_DIM), jnp.int8), len(layout.int8_pieces)
+        key_scale = statistic((pieces, SUBLANES, LANES))
+        int8 = cast(Any, Int8Scratch)(
+            pltpu.VMEM((HEAD_DIM, block_q), jnp.int8),
+            statistic((SUBLANES, block_q)),
+            *[key, key_scale] * 2,
+            statistic((SUBLANES, HEAD_DIM)),
+        )
+    return buffers, semaphores, scratch, int8
 
 
 def joint_attention(
@@ -126,7 +140,7 @@ def joint_attention(
         image_query, image_key, image_value: ``[batch, image_tokens, heads * 128]``, bf16 or f32.
         text_query, text_key, text_value: ``[batch, text_tokens, heads * 128]``, the same dtype.
         text_lengths: ``[batch]`` int32; values outside ``[0, text_tokens]`` are clamped to it.
-        softmax: "bounded", "exact" or "online", see the module `softmax`.
+        softmax: "bounded", "exact", "online" or "int8", see the module `softmax`.
         scale: factor of the logits. ``math.log(2)`` costs nothing: the kernel works in base 2.
         config: block sizes; None takes those tuned for the TPU and the shape.
         device_kind: the TPU that this is traced for, as PJRT names it; None asks JAX.
@@ -151,7 +165,7 @@ def joint_attention(
         softmax,
     )
     image_tokens, text_tokens = image_query.shape[1], text_query.shape[1]
-    target = TARGETS.get(jax_device_kind() if device_kind is None else device_kind, Target("", 1))
+    target = TARGETS.get(jax_device_kind() if device_kind is None else device_kind, Target("", 1, True))
     config = config or default_config(
         image_tokens, text_tokens, softmax, image_query.dtype.name, target.generation
     )
@@ -166,7 +180,12 @@ def joint_attention(
     smem, hbm = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
         functools.partial(
-            _kernel, layout=layout, base2_scale=_base2_scale(scale), cores=cores, interpret=bool(interpret)
+            _kernel,
+            layout=layout,
+            base2_scale=_base2_scale(scale),
+            cores=cores,
+            exponents=jnp.bfloat16 if softmax == "int8" and target.bf16_exponentials else jnp.float32,
+            interpret=bool(interpret),
         ),
         grid=(cores,),
         in_specs=[smem, *[hbm] * 6],

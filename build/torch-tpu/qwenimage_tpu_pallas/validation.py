@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from .layouts import HEAD_DIM, LANES
-from .softmax import SOFTMAXES
+from .softmax import check_softmax
 
 
 class Array(Protocol):
@@ -96,6 +96,7 @@ def check_joint_attention(
     text_value: Array,
     text_lengths: Array,
     softmax: str,
+    logit_bound: float = 0,
 ) -> None:
     """Raise for arguments that `joint_attention` does not take."""
     check_streams(
@@ -111,8 +112,7 @@ def check_joint_attention(
     _require_shape("text_lengths", text_lengths, (image_query.shape[0],), "[batch]")
     if dtype_name(text_lengths) != "int32":
         raise ValueError(f"text_lengths must be int32, got {dtype_name(text_lengths)}; convert it first")
-    if softmax not in SOFTMAXES:
-        raise ValueError(f"softmax must be one of {SOFTMAXES}, got {softmax!r}")
+    check_softmax(softmax, logit_bound)
 
 
 def check_qk_norm_rope(

@@ -37,6 +37,7 @@ class Setting:
     negative_prompt: str | None = None
     steps: int = DEMO_STEPS
     compile: Literal["blocks", "full"] | None = None
+    softmax: Literal["int8"] | None = None
     prompts: int = 100
 
 
@@ -52,6 +53,7 @@ def paint(pipe: QwenImagePipeline, prompts: list[str], setting: Setting) -> list
         text_bucket=setting.text_bucket,
         kernels=setting.kernels,
         compile=setting.compile,
+        softmax=setting.softmax,
     )
     images: list[Image.Image] = []
     with prepared(pipe, options) as kernels:
@@ -105,6 +107,7 @@ SETTINGS: dict[str, tuple[torch.dtype, Setting]] = {
     "stock diffusers": (torch.float32, Setting(kernels=False)),
     "kernels, text padded to 256": (torch.float32, Setting(text_bucket=256)),
     "kernels, bf16": (torch.bfloat16, Setting()),
+    "kernels with int8 softmax, bf16": (torch.bfloat16, Setting(softmax="int8")),
     "stock diffusers, bf16": (torch.bfloat16, Setting(kernels=False)),
 }
 # And of these the second must paint better.
