@@ -54,6 +54,10 @@ def options(**changes: Any) -> GenerateOptions:
             {"true_cfg_scale": 1.0, "negative_prompt": "blur"},
             "only acts with true_cfg_scale > 1, but true_cfg_scale is 1.0; raise true_cfg_scale or leave",
         ),
+        (
+            {"kernels": False, "softmax": "int8"},
+            "the int8 softmax belongs to the kernels, which are turned off; leave one out",
+        ),
         ({"text_bucket": 100}, r"must be one of \(128, 256, 512, 1024\), but is 100"),
     ],
 )

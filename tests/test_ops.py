@@ -287,7 +287,7 @@ BAD_INPUT: list[tuple[str, str, Change, type[Exception], str]] = [
     ("joint_attention", "softmax", lambda a: a | {"softmax": "fast"}, ValueError,
      r"softmax must be one of \('bounded', 'exact', 'online', 'int8'\), got 'fast'"),
     ("joint_attention", "bounded without a bound", lambda a: a | {"softmax": "bounded"}, ValueError,
-     "the bounded softmax needs a logit_bound of at most 69.31, got inf; leave softmax None or pass 'online'"),
+     "the bounded softmax needs a logit_bound of at most 69.31, got inf; leave softmax None or pass"),
     ("joint_attention", "int8 without a bound", lambda a: a | {"softmax": "int8"}, ValueError,
      "the int8 softmax needs a logit_bound of at most 34.66, got inf; leave softmax None or pass 'online'"),
     ("joint_attention", "bound below zero", lambda a: a | {"logit_bound": -1.0}, ValueError,

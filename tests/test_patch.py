@@ -203,6 +203,19 @@ def test_huge_norm_weights_take_the_online_softmax(kernels: ModuleType, model: A
     assert relative_error(patched, run(model, SMALL.inputs())) <= 1e-4
 
 
+def test_int8_on_request(kernels: ModuleType, model: Any):
+    with pytest.raises(ValueError, match=r"the int8 softmax needs a logit_bound of at most 34\.66, got 37"):
+        kernels.patch_transformer(model, softmax="int8")
+    assert not hasattr(model, "kernel_patch")
+    for block in model.transformer_blocks:
+        block.attn.norm_q.weight.data /= 2
+        block.attn.norm_added_q.weight.data /= 2
+    expected = run(model, SMALL.inputs())
+    assert kernels.patch_transformer(model, softmax="int8").softmax == "int8"
+    # More than rounding in f32, so that it is seen to act.
+    assert 1e-5 < relative_error(run(model, SMALL.inputs()), expected) < 1e-3
+
+
 @pytest.mark.parametrize("implementation", ["reference", "interpret"])
 def test_implementation_reaches_every_op(
     kernels: ModuleType, model: Any, implementation: str, monkeypatch: pytest.MonkeyPatch
