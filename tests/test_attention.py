@@ -253,7 +253,7 @@ def test_int8_logits_are_those_of_rounded_queries_and_keys(
 @pytest.mark.parametrize("padding", [NAN, HUGE, math.inf])
 @pytest.mark.parametrize(("logit_scale", "error"), [(3, 0.01), (10, 0.025), (20, 0.035)])
 def test_int8_error_beside_the_exact_softmax(logit_scale: float, error: float, padding: float):
-    """The docs' figures, for keys that share an offset, which smoothing takes away."""
+    """It grows with the logits, and nothing in the padding adds to it."""
     problem = Problem.random(300, [0, 20], 40, dtype="bfloat16", logit_scale=logit_scale, padding=padding)
     exact = in_float64(reference.joint_attention, problem.arguments)
     for out, wanted in zip(problem.kernel("int8", SMALL_BLOCKS), exact, strict=True):

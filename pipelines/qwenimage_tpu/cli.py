@@ -10,6 +10,7 @@ from typing import Annotated, Literal, cast
 import typer
 
 from . import environment
+from .options import SoftmaxName
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -79,7 +80,7 @@ def generate_command(
     ] = None,
     kernel_repo: KernelRepo = None,
     softmax: Annotated[
-        Literal["bounded", "exact", "online", "int8"] | None,
+        SoftmaxName | None,
         typer.Option(
             help="Of the attention kernel. Left out, the fastest that is exact for the model; int8 rounds"
             " queries and keys."

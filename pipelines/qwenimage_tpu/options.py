@@ -6,6 +6,8 @@ from typing import Literal
 
 # Padded text lengths, in tokens: few, so that few programs are compiled.
 TEXT_BUCKETS = (128, 256, 512, 1024)
+# Of the attention kernel.
+SoftmaxName = Literal["bounded", "exact", "online", "int8"]
 # QwenImage: the VAE shrinks 8 times, the transformer takes 2x2 patches of what is left.
 SIZE_MULTIPLE = 16
 # diffusers' documented habit for true CFG without a negative prompt.
@@ -39,7 +41,7 @@ class GenerateOptions:
     text_bucket: int | None = None
     kernels: bool = True
     kernel_repo: str | None = None
-    softmax: Literal["bounded", "exact", "online", "int8"] | None = None
+    softmax: SoftmaxName | None = None
     compile: Literal["blocks", "full"] | None = None
 
     def __post_init__(self) -> None:
