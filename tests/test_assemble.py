@@ -282,7 +282,7 @@ def test_command_builds_and_checks(tmp_path: Path) -> None:
     make_sources(tmp_path, factor=2.0)
     package = tmp_path / "pipelines" / "qwenimage_tpu"
     package.mkdir(parents=True)
-    for name in ("__init__.py", "assemble.py", "cli.py", "environment.py"):
+    for name in ("__init__.py", "assemble.py", "cli.py", "environment.py", "options.py"):
         shutil.copy(ROOT / "pipelines/qwenimage_tpu" / name, package)
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
