@@ -27,7 +27,7 @@ from qwenimage_tpu.attention_contenders import (
     attend_splash,
     attend_unfused,
 )
-from qwenimage_tpu.attention_floor import MATRIX_UNITS, floor_cycles, peak_cycles
+from qwenimage_tpu.attention_floor import MATRIX_UNITS, Floor, matmul_floor
 from qwenimage_tpu.attention_picture import check_picture, draw, draw_panel
 from qwenimage_tpu.attention_report import (
     AttentionReport,
@@ -107,9 +107,14 @@ def test_the_floor_of_attention(generation: str, cores: int):
     pushes = 6 * 4608 * 4608 / 16 * (1 + 128 / units.size) / units.size
     per_unit = pushes / (units.count * cores)
     shape = JointShape(4096, 512)
-    assert floor_cycles(generation, shape, 6) == per_unit * units.scheduled
-    assert peak_cycles(generation, shape, 6) == per_unit * units.peak >= floor_cycles(generation, shape, 6)
-    assert floor_cycles(generation, shape, 12) == 2 * floor_cycles(generation, shape, 6)
+    floor = matmul_floor(generation, shape, 6)
+    assert (floor.scheduled, floor.peak) == (per_unit * units.scheduled, per_unit * units.peak)
+    assert floor.peak >= floor.scheduled
+    assert matmul_floor(generation, shape, 12).scheduled == 2 * floor.scheduled
+    int8 = matmul_floor(generation, shape, 6, int8_logits=True)
+    # q k^T is half of the work of a small MXU, two thirds of a large one's.
+    expected = {"v5e": 3 / 4, "v5p": 3 / 4, "v6e": 2 / 3, "tpu7x": 1}
+    assert int8.scheduled == floor.scheduled * expected[generation]
 
 
 UTILISATION = """== CAPACTIY:
@@ -222,8 +227,10 @@ def test_json_round_trip(report: AttentionReport):
 
 def test_the_slower_of_cycles_and_peak_and_memory_binds(report: AttentionReport):
     assert report.results[0].measured is not None
-    measured = dataclasses.replace(report.results[0].measured, cycles=1000, hbm_read=600, hbm_written=400)
-    report = dataclasses.replace(report, peak_cycles=2000, clock_hz=1e3, hbm_bytes_per_second=1e2)
+    measured = dataclasses.replace(
+        report.results[0].measured, floor=Floor(500, 2000), cycles=1000, hbm_read=600, hbm_written=400
+    )
+    report = dataclasses.replace(report, clock_hz=1e3, hbm_bytes_per_second=1e2)
     assert report.cycle_seconds(measured) == 2
     assert report.memory_seconds(measured) == 10
 

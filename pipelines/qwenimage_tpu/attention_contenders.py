@@ -83,7 +83,8 @@ class Contender:
     """A kernel and the candidates to choose from.
 
     rare_regions: what it decides by its data is rare, so that its cycles are counted without. missing: why
-    there are no candidates. remark: what a reader of its results has to know.
+    there are no candidates. int8_logits: what its floor depends on. remark: what a reader of its results has
+    to know.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Contender:
     ours: bool = False
     rare_regions: bool = False
     missing: str = ""
+    int8_logits: bool = False
     remark: str = ""
 
 
@@ -103,6 +105,7 @@ def all_contenders() -> list[Contender]:
             ours=True,
             # It starts a block over, with the online softmax, when a logit is far above its first keys'.
             rare_regions=softmax == "exact",
+            int8_logits=softmax == "int8",
             remark="rounds queries and keys; not exact" if softmax == "int8" else "",
         )
         for softmax in kernels.ALL_SOFTMAXES

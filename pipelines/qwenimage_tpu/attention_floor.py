@@ -13,8 +13,11 @@ v5e, v5p: 4 MXUs of 128 x 128 on each core, 12 cycles. Loading a square takes 20
     floor is without them.
 
 At the published bf16 peak and clock a register takes 8 cycles on v6e and tpu7x as well, but 16 on v5e and
-v5p, one per row. So on these two a schedule can be shorter than the hardware can run it: `peak_cycles` is the
-limit of the hardware, `floor_cycles` that of the schedule, which is what can be compared with it.
+v5p, one per row. So on these two a schedule can be shorter than the hardware can run it: `Floor.peak` is the
+limit of the hardware, `Floor.scheduled` that of the schedule, which is what can be compared with it.
+
+A register of int8 holds 32 rows and takes as long as one of bf16, so half the time per row; but on a tpu7x
+the compiler gives a row of int8 as many cycles as one of bf16.
 
 Attention's q k^T contracts over 128: all of the rows of a small MXU, half of a large one's, which then does
 half of what it could. p v fills both when computed as v^T p^T. For 6 heads of 4608 tokens on a v6e, q k^T
@@ -39,13 +42,14 @@ class MatrixUnits:
     """The MXUs of a core.
 
     size: of their square. scheduled, peak: cycles between two vmatmuls on one MXU, as the compiler puts them,
-    and at the published peak.
+    and at the published peak. int8_rows: how many take as long as a register of bf16.
     """
 
     count: int
     size: int
     scheduled: int
     peak: int
+    int8_rows: int
 
     def registers(self, rows: int, contraction: int, columns: int) -> Fraction:
         """vmatmuls of ``[rows, contraction] @ [contraction, columns]``.
@@ -57,27 +61,28 @@ class MatrixUnits:
 
 
 MATRIX_UNITS = {
-    "v5e": MatrixUnits(count=4, size=128, scheduled=12, peak=16),
-    "v5p": MatrixUnits(count=4, size=128, scheduled=12, peak=16),
-    "v6e": MatrixUnits(count=2, size=256, scheduled=8, peak=8),
-    "tpu7x": MatrixUnits(count=2, size=256, scheduled=8, peak=8),
+    "v5e": MatrixUnits(count=4, size=128, scheduled=12, peak=16, int8_rows=32),
+    "v5p": MatrixUnits(count=4, size=128, scheduled=12, peak=16, int8_rows=32),
+    "v6e": MatrixUnits(count=2, size=256, scheduled=8, peak=8, int8_rows=32),
+    "tpu7x": MatrixUnits(count=2, size=256, scheduled=8, peak=8, int8_rows=16),
 }
 
 
-def floor_cycles(generation: str, shape: JointShape, heads: int) -> int:
-    """Cycles that the two matmuls take at least in the compiler's schedule, on each core."""
-    return ceil(_registers(generation, shape, heads) * MATRIX_UNITS[generation].scheduled)
+@dataclass(frozen=True)
+class Floor:
+    """Cycles that both matmuls take at least on each core, in the compiler's schedule and at the peak."""
+
+    scheduled: int
+    peak: int
 
 
-def peak_cycles(generation: str, shape: JointShape, heads: int) -> int:
-    """Cycles that the two matmuls take at least at the published peak, on each core."""
-    return ceil(_registers(generation, shape, heads) * MATRIX_UNITS[generation].peak)
-
-
-def _registers(generation: str, shape: JointShape, heads: int) -> Fraction:
-    """vmatmuls of each MXU."""
+def matmul_floor(generation: str, shape: JointShape, heads: int, *, int8_logits: bool = False) -> Floor:
+    """Of bf16; int8_logits: q k^T in int8, p v in bf16."""
     units = MATRIX_UNITS[generation]
     tokens = shape.image_tokens + shape.text_tokens
     logits = units.registers(tokens, HEAD_DIM, tokens)
+    if int8_logits:
+        logits *= Fraction(ROWS, units.int8_rows)
     values = units.registers(HEAD_DIM, tokens, tokens)
-    return heads * (logits + values) / (units.count * CORES[generation])
+    per_unit = heads * (logits + values) / (units.count * CORES[generation])
+    return Floor(ceil(per_unit * units.scheduled), ceil(per_unit * units.peak))

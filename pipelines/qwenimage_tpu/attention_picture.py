@@ -45,13 +45,13 @@ def draw_panel(report: AttentionReport, panel: Any) -> None:
     cycles = [measured.cycles / 1000 for _, measured in rows]
     container = panel.barh(names, cycles, color=[OURS if result.ours else OTHERS for result, _ in rows])
     panel.bar_label(container, labels=[f"{value:,.0f}k" for value in cycles], padding=3, fontsize=9)
-    panel.axvline(report.floor_cycles / 1000, color=FLOOR, linestyle="--", linewidth=1)
+    panel.axvline(report.floor.scheduled / 1000, color=FLOOR, linestyle="--", linewidth=1)
     panel.invert_yaxis()
     panel.margins(x=0.1)
     panel.spines[["top", "right"]].set_visible(False)
     panel.tick_params(labelsize=9)
     core = " on each core" if report.cores > 1 else ""
-    floor = f"{report.floor_cycles / 1000:,.0f}k"
+    floor = f"{report.floor.scheduled / 1000:,.0f}k"
     panel.set_xlabel(
         f"scheduled cycles{core}, in thousands; dashed: the matmuls alone, {floor}",
         fontsize=9,

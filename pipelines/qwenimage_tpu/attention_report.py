@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from .attention_floor import Floor
 from .kernel_details import HotRegion
 
 MIB = 2**20
@@ -21,13 +22,15 @@ UNITS = {"MXU": "MXU", "VALU": "VALU", "EUP": "EUP", "XLU": "XLU", "VLOAD": "loa
 class Measured:
     """One compiled call.
 
-    cycles: executed, of the whole program on the core that runs longest, without waiting for memory.
+    floor: of its matmuls. cycles: executed, of the whole program on the core that runs longest, without
+    waiting for memory.
     worst_cycles: the same, where regions that only rare data enter run every time. kernel, hot_region,
     vmem_bytes: of the kernel that takes most of them. hbm_read, hbm_written: bytes that
     the executed copies move. uncertain_copies: of these, how many depend on data. code_bytes: of the program.
     temporary_bytes: in HBM, beside inputs and outputs. tpu_seconds: the median on this machine's TPU, if any.
     """
 
+    floor: Floor
     cycles: int
     worst_cycles: int
     kernel: str
@@ -64,9 +67,7 @@ class Result:
 class AttentionReport:
     """All results of one generation, and what turns them into times.
 
-    floor_cycles: that the matmuls alone take in a schedule, on each core; peak_cycles: on the hardware, at
-    its published peak (see `attention_floor`). clock_hz: of a core. hbm_bytes_per_second: of the device.
-    cores: that share the work.
+    floor: that of bf16. clock_hz: of a core. hbm_bytes_per_second: of the device. cores: that share the work.
     """
 
     generation: str
@@ -74,8 +75,7 @@ class AttentionReport:
     text_tokens: int
     heads: int
     cores: int
-    floor_cycles: int
-    peak_cycles: int
+    floor: Floor
     clock_hz: float
     hbm_bytes_per_second: float
     results: tuple[Result, ...]
@@ -87,7 +87,7 @@ class AttentionReport:
 
     def cycle_seconds(self, measured: Measured) -> float:
         """What the cycles take, or the matmuls at the published peak if that is more."""
-        return max(measured.cycles, self.peak_cycles) / self.clock_hz
+        return max(measured.cycles, measured.floor.peak) / self.clock_hz
 
     def memory_seconds(self, measured: Measured) -> float:
         return (measured.hbm_read + measured.hbm_written) / self.hbm_bytes_per_second
@@ -107,12 +107,14 @@ def from_json(text: str) -> tuple[list[AttentionReport], dict[str, str]]:
 
 def _report(fields: dict[str, Any]) -> AttentionReport:
     fields["results"] = tuple(_result(each) for each in fields["results"])
+    fields["floor"] = Floor(**fields["floor"])
     return AttentionReport(**fields)
 
 
 def _result(fields: dict[str, Any]) -> Result:
     measured = fields["measured"]
     if measured is not None:
+        measured["floor"] = Floor(**measured["floor"])
         measured["hot_region"] = HotRegion(**measured["hot_region"])
         fields["measured"] = Measured(**measured)
     return Result(**fields)
@@ -134,12 +136,11 @@ def print_report(report: AttentionReport, console: Console) -> None:
     """Two tables, of the calls and of their kernels, and what did not compile."""
     shape = f"{report.image_tokens}+{report.text_tokens} tokens, {report.heads} heads"
     cores = f" on each of {report.cores} cores" if report.cores > 1 else ""
-    peak = (
-        "" if report.peak_cycles == report.floor_cycles else f", {report.peak_cycles:,} at the published peak"
-    )
+    floor = report.floor
+    peak = "" if floor.peak == floor.scheduled else f", {floor.peak:,} at the published peak"
     console.print(
         f"[bold]{report.generation}[/], {shape}, bf16: the matmuls take at least"
-        f" {report.floor_cycles:,} cycles{cores}{peak}"
+        f" {floor.scheduled:,} cycles{cores}{peak}"
     )
     rows = [(result, result.measured) for result in report.ranked if result.measured]
     console.print(_call_table(report, rows))
@@ -175,11 +176,11 @@ def _call_table(report: AttentionReport, rows: Sequence[tuple[Result, Measured]]
         cells = [
             result.choice,
             f"{measured.cycles:,}",
-            f"{report.floor_cycles / measured.cycles:.0%}",
+            f"{measured.floor.scheduled / measured.cycles:.0%}",
             f"{compute * 1e6:.0f} µs",
             f"{moved:.0f}" + ("?" if measured.uncertain_copies else ""),
             f"{memory * 1e6:.0f} µs",
-            "memory" if memory > compute else "MXU" if report.peak_cycles > measured.cycles else "cycles",
+            "memory" if memory > compute else "MXU" if measured.floor.peak > measured.cycles else "cycles",
             *([_microseconds(measured.tpu_seconds)] if timed else []),
         ]
         table.add_row(result.contender, *cells, style="bold" if result.ours else "")

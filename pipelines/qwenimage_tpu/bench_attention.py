@@ -23,7 +23,7 @@ from qwenimage_tpu_pallas.shapes import JointShape
 
 from .ahead_of_time import CLOCK_HZ, TOPOLOGIES
 from .attention_contenders import AttentionCase, Candidate, Contender, all_contenders
-from .attention_floor import floor_cycles, peak_cycles
+from .attention_floor import matmul_floor
 from .attention_picture import check_picture, draw
 from .attention_report import AttentionReport, Measured, Result, print_report, to_json, write_file
 from .compiled_program import examine_program
@@ -107,19 +107,21 @@ class _Compiler:
         self.case = case
         self._known: dict[tuple[str, bool], Measured] = {}
 
-    def measure(self, candidate: Candidate, rare_regions: bool) -> Measured:
+    def measure(self, contender: Contender, candidate: Candidate) -> Measured:
         program = candidate.program(self.case)
-        key = hashlib.sha256(program.code).hexdigest(), rare_regions
+        key = hashlib.sha256(program.code).hexdigest(), contender.rare_regions
         if key not in self._known:
-            self._known[key] = _measure(program, self.case.generation, rare_regions)
+            self._known[key] = _measure(program, self.case, contender)
         return self._known[key]
 
 
-def _measure(program: Program, generation: str, rare_regions: bool) -> Measured:
-    examined = examine_program(program, TOPOLOGIES[generation], enter_unknown=not rare_regions)
+def _measure(program: Program, case: AttentionCase, contender: Contender) -> Measured:
+    topology = TOPOLOGIES[case.generation]
+    examined = examine_program(program, topology, enter_unknown=not contender.rare_regions)
     compiled, details = examined.compiled, examined.biggest
     traffic = compiled.schedule.traffic
     return Measured(
+        floor=matmul_floor(case.generation, case.shape, case.heads, int8_logits=contender.int8_logits),
         cycles=compiled.schedule.cycles,
         worst_cycles=examined.worst_cycles,
         kernel=details.name,
@@ -152,7 +154,7 @@ def _compete(contender: Contender, compiler: _Compiler, advance: Callable[[], ob
     error = ""
     for candidate in contender.candidates:
         try:
-            measured.append((candidate, compiler.measure(candidate, contender.rare_regions)))
+            measured.append((candidate, compiler.measure(contender, candidate)))
         except Exception as exception:  # whatever the kernel or the compiler raises is the finding
             error = f"{candidate.choice} {_reason(exception)}".strip()
         advance()
@@ -202,8 +204,7 @@ def _report(case: AttentionCase, results: Sequence[Result]) -> AttentionReport:
         text_tokens=case.shape.text_tokens,
         heads=case.heads,
         cores=CORES[case.generation],
-        floor_cycles=floor_cycles(case.generation, case.shape, case.heads),
-        peak_cycles=peak_cycles(case.generation, case.shape, case.heads),
+        floor=matmul_floor(case.generation, case.shape, case.heads),
         clock_hz=CLOCK_HZ[case.generation],
         hbm_bytes_per_second=HBM_BYTES_PER_SECOND[case.generation],
         results=tuple(results),
