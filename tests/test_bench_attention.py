@@ -16,8 +16,9 @@ from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner
 
-from qwenimage_tpu.ahead_of_time import TOPOLOGIES, lower_program
-from qwenimage_tpu.attention_contenders import (
+from qwenimage_tpu.cli import app
+from qwenimage_tpu.lab.ahead_of_time import TOPOLOGIES, lower_program
+from qwenimage_tpu.lab.attention_contenders import (
     BLOCKS,
     AttentionCase,
     Candidate,
@@ -27,20 +28,19 @@ from qwenimage_tpu.attention_contenders import (
     attend_splash,
     attend_unfused,
 )
-from qwenimage_tpu.attention_floor import MATRIX_UNITS, Floor, matmul_floor
-from qwenimage_tpu.attention_picture import check_picture, draw, draw_panel
-from qwenimage_tpu.attention_report import (
+from qwenimage_tpu.lab.attention_floor import MATRIX_UNITS, Floor, matmul_floor
+from qwenimage_tpu.lab.attention_picture import check_picture, draw, draw_panel
+from qwenimage_tpu.lab.attention_report import (
     AttentionReport,
     from_json,
     print_report,
     to_json,
     write_file,
 )
-from qwenimage_tpu.bench_attention import bench_attention, check_cases
-from qwenimage_tpu.bundles import ScheduleError
-from qwenimage_tpu.cli import app
-from qwenimage_tpu.compiled_program import ExaminedProgram, examine_program
-from qwenimage_tpu.kernel_details import allocated_vmem, find_hot_region
+from qwenimage_tpu.lab.bench_attention import bench_attention, check_cases
+from qwenimage_tpu.lab.bundles import ScheduleError
+from qwenimage_tpu.lab.compiled_program import ExaminedProgram, examine_program
+from qwenimage_tpu.lab.kernel_details import allocated_vmem, find_hot_region
 from qwenimage_tpu_pallas.shapes import JointShape
 
 GRID = 16

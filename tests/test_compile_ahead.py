@@ -10,8 +10,8 @@ import pytest
 from jax.experimental import pallas as pl
 
 import qwenimage_tpu_pallas as kernels
-from qwenimage_tpu.ahead_of_time import TOPOLOGIES, lower_for
-from qwenimage_tpu.compile_check import KernelCase, compile_case, kernel_cases
+from qwenimage_tpu.lab.ahead_of_time import TOPOLOGIES, lower_for
+from qwenimage_tpu.lab.compile_check import KernelCase, compile_case, kernel_cases
 from qwenimage_tpu_pallas.layouts import HEAD_DIM, Ref
 from qwenimage_tpu_pallas.shapes import QWENIMAGE_SHAPES
 from qwenimage_tpu_pallas.softmax import Softmax

@@ -13,17 +13,17 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from qwenimage_tpu.ahead_of_time import TOPOLOGIES, lower_program
-from qwenimage_tpu.bundles import ScheduleError, parse_bundles
-from qwenimage_tpu.compiled_program import compile_program
-from qwenimage_tpu.schedule import ProgramSchedule, Traffic, execute, read_schedule
+from qwenimage_tpu.lab.ahead_of_time import TOPOLOGIES, lower_program
+from qwenimage_tpu.lab.bundles import ScheduleError, parse_bundles
+from qwenimage_tpu.lab.compiled_program import compile_program
+from qwenimage_tpu.lab.schedule import ProgramSchedule, Traffic, execute, read_schedule
 
 # Compiled once each, in one process: how a loop, a condition and a nested condition change the count.
 KERNELS = """
 import json, sys
 import jax, jax.numpy as jnp
 from jax.experimental import pallas as pl
-from qwenimage_tpu.ahead_of_time import lower_for
+from qwenimage_tpu.lab.ahead_of_time import lower_for
 
 def kernel(grid, trips, once, nested):
     def body(x, out):

@@ -10,7 +10,6 @@ from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 
 from emulated_process import EmulatedProcess
 from qwenimage_tpu import compilation
-from qwenimage_tpu.bench_calls import count_steps
 from qwenimage_tpu.compilation import (
     enable_tpu_compile,
     static_shapes,
@@ -22,6 +21,7 @@ from qwenimage_tpu.device_scheduler import DeviceFlowMatchScheduler, to_device_s
 from qwenimage_tpu.emulator import Counts, read_counts
 from qwenimage_tpu.generate import generate
 from qwenimage_tpu.kernel_loader import load_kernels
+from qwenimage_tpu.lab.bench_calls import count_steps
 from qwenimage_tpu.loading import move_pipeline
 from qwenimage_tpu.options import GenerateOptions
 from qwenimage_tpu.tiny import tiny_pipeline

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 import qwenimage_tpu_pallas.attention_table as shipped
-from qwenimage_tpu import tune
-from qwenimage_tpu.tune import Trial, best_rows, compiler, search, trials, write_table
+from qwenimage_tpu.lab import tune
+from qwenimage_tpu.lab.tune import Trial, best_rows, compiler, search, trials, write_table
 from qwenimage_tpu_pallas.attention_layout import AttentionConfig, AttentionLayout, default_config
 from qwenimage_tpu_pallas.attention_table import Row
 from qwenimage_tpu_pallas.shapes import QWENIMAGE_SHAPES, JointShape

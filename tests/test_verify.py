@@ -9,8 +9,8 @@ import torch
 
 from emulated_process import EmulatedProcess
 from qwenimage_tpu import verify, verify_cases
-from qwenimage_tpu.bench_block import check_block
 from qwenimage_tpu.doctor_checks import Check
+from qwenimage_tpu.lab.bench_block import check_block
 from qwenimage_tpu.request import check_report_path
 from qwenimage_tpu.verify_report import Timing, write_report
 

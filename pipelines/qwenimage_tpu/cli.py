@@ -212,7 +212,7 @@ def tune_command(
     with _readable_errors():
         from rich.console import Console
 
-        from .tune import TABLE, TOPOLOGIES, run
+        from .lab.tune import TABLE, TOPOLOGIES, run
 
         root = Path(__file__).resolve().parents[2]
         run(generations or list(TOPOLOGIES), results, root / TABLE, Console(stderr=True))
@@ -223,7 +223,7 @@ def check_tpu_command() -> None:
     """Compile every kernel ahead of time, at QwenImage's shapes, for every TPU generation."""
     environment.configure()
     with _readable_errors():
-        from .compile_check import report
+        from .lab.compile_check import report
 
         if not report():
             raise typer.Exit(1)
@@ -250,7 +250,7 @@ def bench_block_command(
         from rich.console import Console
 
         from . import emulator
-        from .bench_block import check_block, report
+        from .lab.bench_block import check_block, report
 
         names = generations or ["v6e"]
         shape = check_block(heads, image_tokens, text_tokens, names)
@@ -293,7 +293,7 @@ def bench_attention_command(
 
         for path in filter(None, (json_file, picture)):
             check_report_path(path)
-        from .bench_attention import check_cases, run
+        from .lab.bench_attention import check_cases, run
 
         cases = check_cases(heads, image_tokens, text_tokens, generations or ["v6e"])
         run(cases, Console(width=120), json_file=json_file, picture=picture)
@@ -306,7 +306,7 @@ def bench_calls_command() -> None:
     with _readable_errors():
         from rich.console import Console
 
-        from .bench_calls import report
+        from .lab.bench_calls import report
 
         report(Console(width=120))
 

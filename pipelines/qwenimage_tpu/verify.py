@@ -16,12 +16,12 @@ from packaging.requirements import Requirement
 from rich.console import Console
 
 from . import emulator
-from .ahead_of_time import TOPOLOGIES
 from .compilation import watch_compilations
 from .doctor import declared_requirements, installed_versions, print_table
 from .doctor_checks import Check
 from .generate import GenerateResult, generate, prepared, run
 from .kernel_loader import load_kernels
+from .lab.ahead_of_time import TOPOLOGIES
 from .loading import import_tpu_backend, load_pipeline, move_pipeline
 from .options import DEMO_SIZE, DEMO_STEPS, DEMO_TRUE_CFG_SCALE, GenerateOptions
 from .painting.captions import plain_caption

@@ -11,8 +11,8 @@ import torch
 from qwenimage_tpu_pallas.layouts import HEAD_DIM
 from qwenimage_tpu_pallas.shapes import HEADS, QWENIMAGE_SHAPES, TEXT_EMBEDDING_CHANNELS, JointShape
 
-from .bench_block import BlockCase, build_block
 from .kernel_loader import load_kernels
+from .lab.bench_block import BlockCase, build_block
 
 Outputs = tuple[torch.Tensor, ...]
 

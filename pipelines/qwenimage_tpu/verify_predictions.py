@@ -7,7 +7,7 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 from . import environment
-from .ahead_of_time import TOPOLOGIES
+from .lab.ahead_of_time import TOPOLOGIES
 from .verify_cases import Size, timed_case
 
 
@@ -24,8 +24,8 @@ def predict_cycles(
 
 def _predict(name: str, size: Size, generation: str, kernel_repo: str | None) -> int:
     from . import emulator
-    from .compiled_program import compile_program
     from .emulator.capture import capture
+    from .lab.compiled_program import compile_program
 
     emulator.start()
     function, inputs, keywords = timed_case(name, size, "kernel", kernel_repo)

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .ahead_of_time import CLOCK_HZ
 from .doctor_checks import Check
+from .lab.ahead_of_time import CLOCK_HZ
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from qwenimage_tpu.program import Program
+from qwenimage_tpu.lab.program import Program
 
 from .device import plain_attention
 from .monitor import captured_programs

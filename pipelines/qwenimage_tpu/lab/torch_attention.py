@@ -4,10 +4,10 @@ import functools
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
+from qwenimage_tpu import emulator, environment
 from qwenimage_tpu_pallas.layouts import HEAD_DIM
 from qwenimage_tpu_pallas.shapes import JointShape
 
-from . import emulator, environment
 from .program import Program
 
 
@@ -33,7 +33,7 @@ def _capture(shape: JointShape, heads: int) -> Program:
     import torch
     import torch.nn.functional as F
 
-    from .emulator.capture import capture
+    from qwenimage_tpu.emulator.capture import capture
 
     def attend(*streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         query, key, value = (

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import Progress
 
+from qwenimage_tpu.environment import has_tpu
 from qwenimage_tpu_pallas.shapes import JointShape
 
 from .ahead_of_time import CLOCK_HZ, TOPOLOGIES
@@ -27,7 +28,6 @@ from .attention_floor import matmul_floor
 from .attention_picture import check_picture, draw
 from .attention_report import AttentionReport, Measured, Result, print_report, to_json, write_file
 from .compiled_program import examine_program
-from .environment import has_tpu
 from .hardware import CORES, DEVICE_KINDS, HBM_BYTES_PER_SECOND
 from .program import Program
 

@@ -14,13 +14,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from . import emulator
-from .compilation import enable_tpu_compile, use_static_shapes
-from .emulator import Counts, read_counts
-from .generate import attach_kernels
-from .kernel_loader import load_kernels
-from .loading import load_pipeline, move_pipeline
-from .options import DEMO_SIZE
+from qwenimage_tpu import emulator
+from qwenimage_tpu.compilation import enable_tpu_compile, use_static_shapes
+from qwenimage_tpu.emulator import Counts, read_counts
+from qwenimage_tpu.generate import attach_kernels
+from qwenimage_tpu.kernel_loader import load_kernels
+from qwenimage_tpu.loading import load_pipeline, move_pipeline
+from qwenimage_tpu.options import DEMO_SIZE
 
 STEPS = 4
 PROMPT = "a red star on a white background"

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qwenimage_tpu.environment import WITHOUT_TPU
+
 from .bundles import ScheduleError
-from .environment import WITHOUT_TPU
 from .hardware import CORES
 from .kernel_details import KernelDetails, read_details
 from .program import Program

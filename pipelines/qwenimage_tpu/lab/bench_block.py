@@ -13,13 +13,13 @@ from diffusers import QwenImageTransformer2DModel
 from rich.console import Console
 from rich.table import Table
 
+from qwenimage_tpu.emulator.capture import capture
+from qwenimage_tpu.kernel_loader import load_kernels
 from qwenimage_tpu_pallas.layouts import HEAD_DIM
 from qwenimage_tpu_pallas.shapes import HEADS, JointShape
 
 from .ahead_of_time import TOPOLOGIES
 from .compiled_program import CompiledProgram, compile_program
-from .emulator.capture import capture
-from .kernel_loader import load_kernels
 from .program import Program
 
 IMAGE_ROW = 64  # image tokens in a row; how they are arranged changes no shape

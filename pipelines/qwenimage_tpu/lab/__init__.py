@@ -1,0 +1,1 @@
+"""The kernel lab: programs compiled for a TPU without one, their cycles, memory and traffic."""
