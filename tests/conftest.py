@@ -13,6 +13,8 @@ from emulated_process import EmulatedProcess
 from qwenimage_tpu import environment
 
 environment.configure()
+# As many devices as the largest mesh of the tests.
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 # An example's first run compiles, so its time says nothing. CI must not fail by the luck of a draw.
 hypothesis.settings.register_profile("default", deadline=None, derandomize="CI" in os.environ)

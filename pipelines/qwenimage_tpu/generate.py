@@ -110,7 +110,7 @@ def generate(
     Raises ValueError for a size or a prompt length that the model does not take, KernelLoadError if the
     kernels cannot be loaded.
     """
-    _check_model(pipe, options)
+    check_model(pipe, options)
     watch = watch or Stopwatch()
     with prepared(pipe, options, watch) as used:
         return run(pipe, options, used, on_step, watch)
@@ -124,7 +124,7 @@ def run(
     watch: Stopwatch | None = None,
 ) -> GenerateResult:
     """As `generate`, in a pipeline that `prepared` made ready: several runs share what it compiled."""
-    _check_model(pipe, options)
+    check_model(pipe, options)
     watch = watch or Stopwatch()
     with watch.stage("text encoding"):
         text = encode_text(pipe, options)
@@ -152,7 +152,8 @@ def run(
     return GenerateResult(output.images, monitor.latents, watch.seconds, used, options)
 
 
-def _check_model(pipe: QwenImagePipeline, options: GenerateOptions) -> None:
+def check_model(pipe: QwenImagePipeline, options: GenerateOptions) -> None:
+    """Raise ValueError for a size or a number of steps that this model does not take."""
     check_size(options.height, options.width, pipe.vae_scale_factor * 2)
     # diffusers stretches the schedule between its first and its last step, and divides zero by zero.
     if options.steps == 1 and pipe.scheduler.config.get("shift_terminal"):

@@ -1,0 +1,198 @@
+"""Pictures from the JAX program: torch encodes the text and decodes the latents, JAX does all between."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from diffusers import QwenImagePipeline
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift, retrieve_timesteps
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import qwenimage_tpu_pallas as kernels
+from qwenimage_tpu.generate import GenerateResult, Stopwatch, check_model, encode_text, seeded_generators
+from qwenimage_tpu.options import GenerateOptions
+from qwenimage_tpu.text_buckets import use_text_buckets
+from qwenimage_tpu_pallas.softmax import Softmax
+
+from .config import DiTConfig, parameter_shapes
+from .denoise import Schedule, Text, denoise
+from .dit import Execution
+from .placement import MODEL, RuleTable, partition_specs, shardings
+from .rope import rope_tables
+from .weights import Checkpoint, load_parameters
+
+# Rows of the schedule's tables come in multiples of this, so that another number of steps compiles nothing.
+SCHEDULE_ROWS = 64
+
+
+class SpmdTransformer:
+    """A transformer's weights on a mesh, and its denoising loop, compiled for each new shape.
+
+    Attributes:
+        softmax: that its attention runs.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        mesh: Mesh,
+        dtype: Any,
+        *,
+        table: RuleTable = "sharded",
+        softmax: Softmax | None = None,
+    ) -> None:
+        """Read the weights, each device its own.
+
+        Raises OSError if a file is missing, ValueError if the weights do not fit the config, the mesh does
+        not divide the model or the softmax is not safe for the weights, NotImplementedError for other members
+        of the family.
+        """
+        self.config = DiTConfig.from_folder(folder)
+        heads, chips = self.config.heads, mesh.shape[MODEL]
+        if heads % chips:
+            raise ValueError(
+                f"the mesh's model axis must divide the {heads} heads, but is {chips}; choose a divisor"
+            )
+        checkpoint = Checkpoint(folder)
+        bound = kernels.checkpoint_logit_bound(checkpoint.norm_weights())
+        self.softmax: Softmax = softmax or kernels.choose_softmax(bound)
+        kernels.check_softmax(self.softmax, bound)
+        specs = partition_specs(parameter_shapes(self.config), table, chips)
+        self._parameters = load_parameters(checkpoint, self.config, shardings(specs, mesh), dtype)
+        self._mesh, self._dtype = mesh, dtype
+
+    def denoise(
+        self,
+        latents: jax.Array,
+        text: Text,
+        schedule: Schedule,
+        true_cfg_scale: float,
+        size: tuple[int, int],
+    ) -> np.ndarray:
+        """As the function `denoise`, from any device to the CPU. size: rows and columns of image tokens."""
+        execution = Execution.of(self._mesh, self.softmax, len(text.lengths))
+        rope = rope_tables(self.config.rope_axes, *size, text.embeddings.shape[1])
+        split, whole = NamedSharding(self._mesh, P(execution.batch_axis)), NamedSharding(self._mesh, P())
+        text = jax.device_put(Text(text.embeddings.astype(self._dtype), text.lengths), split)
+        latents, schedule, rope = jax.device_put((latents, schedule, rope), whole)
+        scale = jnp.float32(true_cfg_scale)
+        return np.asarray(_denoise(self._parameters, latents, text, schedule, scale, rope, execution))
+
+
+_denoise: Any = jax.jit(denoise, static_argnames="execution")
+
+
+def compiled_programs() -> int:
+    """How many of the denoising loop this process has compiled."""
+    return _denoise._cache_size()
+
+
+@dataclass(frozen=True)
+class JaxEngine:
+    """pipe: without a transformer; it encodes the text and decodes the latents."""
+
+    pipe: QwenImagePipeline
+    transformer: SpmdTransformer
+
+
+def generate(engine: JaxEngine, options: GenerateOptions, watch: Stopwatch | None = None) -> GenerateResult:
+    """As `qwenimage_tpu.generate.generate`.
+
+    Raises ValueError for a size or a prompt length that the model does not take.
+    """
+    pipe, transformer = engine.pipe, engine.transformer
+    check_model(pipe, options)
+    watch = watch or Stopwatch()
+    with watch.stage("text encoding"):
+        use_text_buckets(pipe, options.buckets)
+        encoded = encode_text(pipe, options)
+    with watch.stage("denoising"):
+        noise: torch.Tensor = pipe.prepare_latents(
+            options.image_count,
+            transformer.config.in_channels // 4,
+            options.height,
+            options.width,
+            encoded["prompt_embeds"].dtype,
+            torch.device("cpu"),
+            seeded_generators(options.seed, options.image_count),
+            None,
+        )
+        latents = transformer.denoise(
+            jnp.asarray(noise.float().numpy()),
+            _interleave(encoded),
+            _schedule(pipe, options.steps, noise.shape[1]),
+            options.true_cfg_scale,
+            _token_grid(pipe, options),
+        )
+    if not np.isfinite(latents).all():
+        raise FloatingPointError(
+            "the model's latents are not finite, so there is no picture; try --dtype float32"
+        )
+    with watch.stage("decoding"):
+        result = torch.from_numpy(latents.copy())
+        images = decode(pipe, result, options)
+    return GenerateResult(images, result, watch.seconds, None, options)
+
+
+def _token_grid(pipe: QwenImagePipeline, options: GenerateOptions) -> tuple[int, int]:
+    pixels = pipe.vae_scale_factor * 2
+    return options.height // pixels, options.width // pixels
+
+
+def _interleave(encoded: dict[str, torch.Tensor]) -> Text:
+    """Each prompt's row, and behind it the negative prompt's if there is one; padded to the longer bucket."""
+    branches = [
+        (
+            encoded[f"{prefix}_embeds"].float().numpy(),
+            encoded[f"{prefix}_embeds_mask"].sum(dim=1).int().numpy(),
+        )
+        for prefix in ("prompt", "negative_prompt")
+        if f"{prefix}_embeds" in encoded
+    ]
+    longest = max(embeddings.shape[1] for embeddings, _ in branches)
+    padded = [np.pad(x, ((0, 0), (0, longest - x.shape[1]), (0, 0))) for x, _ in branches]
+    embeddings = np.stack(padded, axis=1).reshape(-1, *padded[0].shape[1:])
+    lengths = np.stack([lengths for _, lengths in branches], axis=1).reshape(-1)
+    return Text(jnp.asarray(embeddings), jnp.asarray(lengths))
+
+
+def _schedule(pipe: QwenImagePipeline, steps: int, image_tokens: int) -> Schedule:
+    """diffusers' own, filled up with rows that do not count."""
+    config = pipe.scheduler.config
+    shift = calculate_shift(
+        image_tokens,
+        config.get("base_image_seq_len", 256),
+        config.get("max_image_seq_len", 4096),
+        config.get("base_shift", 0.5),
+        config.get("max_shift", 1.15),
+    )
+    sigmas = np.linspace(1.0, 1 / steps, steps)
+    timesteps: Any
+    timesteps, _ = retrieve_timesteps(pipe.scheduler, steps, "cpu", sigmas=sigmas.tolist(), mu=shift)
+    rows = -(-steps // SCHEDULE_ROWS) * SCHEDULE_ROWS
+    dtype = pipe.vae.dtype
+    seen = (timesteps.to(dtype) / 1000).float().numpy()
+    return Schedule(
+        jnp.asarray(np.pad(seen, (0, rows - steps))),
+        jnp.asarray(np.pad(pipe.scheduler.sigmas.numpy(), (0, rows - steps))),
+        jnp.int32(steps),
+    )
+
+
+@torch.no_grad()
+def decode(pipe: QwenImagePipeline, latents: torch.Tensor, options: GenerateOptions) -> Any:
+    """PIL images of latents ``[images, tokens, channels]``, as the pipeline's own last part makes them."""
+    vae: Any = pipe.vae
+    unpack: Any = pipe._unpack_latents  # pyright: ignore[reportPrivateUsage]
+    unpacked = unpack(latents, options.height, options.width, pipe.vae_scale_factor).to(vae.dtype)
+    mean, deviation = (
+        torch.tensor(values).view(1, -1, 1, 1, 1).to(vae.dtype)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    pixels = vae.decode(unpacked * deviation + mean, return_dict=False)[0][:, :, 0]
+    return pipe.image_processor.postprocess(pixels, output_type="pil")
