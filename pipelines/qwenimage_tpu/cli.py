@@ -10,7 +10,7 @@ from typing import Annotated, Literal, cast
 import typer
 
 from . import environment
-from .options import SoftmaxName
+from .options import RuleTableName, SoftmaxName
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -309,6 +309,64 @@ def bench_calls_command() -> None:
         from .lab.bench_calls import report
 
         report(Console(width=120))
+
+
+@app.command("plan")
+def plan_command(
+    topology: Annotated[str, typer.Option(help="A slice, as in v6e:2x4, v5e:4x4, v5p:2x2x1, tpu7x:2x2x1.")],
+    meshes: Annotated[
+        list[str] | None,
+        typer.Option("--mesh", help="DATA,MODEL devices, as in 2,4; repeat it for several; all that divide."),
+    ] = None,
+    height: Annotated[int, typer.Option(help="In pixels.")] = 1024,
+    width: Annotated[int, typer.Option(help="In pixels.")] = 1024,
+    text_tokens: Annotated[int, typer.Option(help="The text bucket: 128, 256, 512 or 1024.")] = 512,
+    steps: Annotated[int, typer.Option(help="Denoising steps.")] = 50,
+    cfg: Annotated[bool, typer.Option(help="True CFG: two forwards per step.")] = True,
+    images: Annotated[int, typer.Option("--batch", help="Images that are made at once.")] = 1,
+    table: Annotated[
+        RuleTableName,
+        typer.Option("--placement", help="Of the weights: ours, diffusers' plan, or the PyTorch/XLA port's."),
+    ] = "sharded",
+    softmax: Annotated[SoftmaxName, typer.Option(help="Of the attention kernel.")] = "bounded",
+    price: Annotated[
+        float | None, typer.Option(metavar="DOLLARS", help="Per chip and hour; Google's list price of 2026.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write everything that was found.")
+    ] = None,
+) -> None:
+    """Does QwenImage fit a slice of TPUs, how long does an image take, at what price: without the slice.
+
+    Compiles all 60 layers and all steps for the slice, for every mesh of it: minutes. Times are predictions.
+    """
+    environment.configure()
+    with _readable_errors():
+        from rich.console import Console
+
+        from .options import parse_mesh
+        from .request import check_report_path
+
+        if json_file is not None:
+            check_report_path(json_file)
+        chosen = [parse_mesh(mesh) for mesh in meshes] if meshes else None
+        from .plan.command import check_cases, run
+        from .plan.program import PlanCase
+
+        template = PlanCase(
+            topology=topology,
+            data=1,
+            model=1,
+            image_tokens=0,
+            text_tokens=text_tokens,
+            images=images,
+            guided=cfg,
+            steps=steps,
+            table=table,
+            softmax=softmax,
+        )
+        cases = check_cases(topology, chosen, (height, width), template)
+        run(cases, price, Console(width=120), json_file)
 
 
 @app.command("verify")

@@ -8,6 +8,8 @@ from typing import Literal
 TEXT_BUCKETS = (128, 256, 512, 1024)
 # Of the attention kernel.
 SoftmaxName = Literal["bounded", "exact", "online", "int8"]
+# Of the JAX program's weights.
+RuleTableName = Literal["sharded", "stock", "largest-dimension"]
 # QwenImage: the VAE shrinks 8 times, the transformer takes 2x2 patches of what is left.
 SIZE_MULTIPLE = 16
 # diffusers' documented habit for true CFG without a negative prompt.
@@ -96,6 +98,14 @@ class GenerateOptions:
     @property
     def buckets(self) -> tuple[int, ...]:
         return TEXT_BUCKETS if self.text_bucket is None else (self.text_bucket,)
+
+
+def parse_mesh(text: str) -> tuple[int, int]:
+    """The two sizes of a mesh such as "2,4". Raises ValueError for anything else."""
+    sizes = [part.strip() for part in text.split(",")]
+    if len(sizes) != 2 or not all(part.isdecimal() and int(part) for part in sizes):
+        raise ValueError(f"a mesh is two positive numbers, DATA,MODEL, as in 2,4, but is {text!r}")
+    return int(sizes[0]), int(sizes[1])
 
 
 def check_size(height: int, width: int, multiple: int = SIZE_MULTIPLE) -> None:

@@ -9,7 +9,8 @@ COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 START = re.compile(r"Start(?:/End empty)? region (\d+)")
 END = re.compile(r"End region (\d+)")
 EXIT = re.compile(r"^[^{]* PF: [ >]*\{\} /\* exit bundle")
-CALL = re.compile(r"inlined_call\b[^/]*/\* %?(\S+)")
+# A large program calls what a small one has in line.
+CALL = re.compile(r"\b(?:inlined_)?call\b[^/]*/\* %?(\S+)")
 DEFINITION = re.compile(r"%([sp]\d+)_\w+ = (\S+) *(.*)", re.DOTALL)
 # A division gives its result later, by a pop that names it; the comment says which result.
 DIVISION = re.compile(r"%(\d+) = (sdivrem\S*) *(.*?)/\* (k\w+) \*/", re.DOTALL)

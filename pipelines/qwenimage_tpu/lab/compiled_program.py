@@ -19,9 +19,12 @@ from .kernel_details import KernelDetails, read_details
 from .program import Program
 from .schedule import ProgramSchedule, read_schedule
 
+# Of its passes only those that are read here: all of them are gigabytes for a large program.
 DUMP_FLAGS = (
     "--xla_jf_dump_to={folder} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=true"
     " --xla_jf_emit_annotations=true"
+    " --xla_jf_dump_llo_pass_label_regex="
+    "^(final_bundles|final_hlo-static-per-bundle-utilization|post-ra|deduplication-map)$"
 )
 CODE, OPTIONS, MEMORY, DUMPS = "program.mlir", "program.options", "memory.json", "dumps"
 

@@ -203,12 +203,15 @@ class Execution:
         return sum(self.counts)
 
 
-def execute(bundles: Sequence[Bundle], core: int = 0, *, enter_unknown: bool = True) -> Execution:
+def execute(
+    bundles: Sequence[Bundle], core: int = 0, *, enter_unknown: bool = True, many_chips: bool = False
+) -> Execution:
     """Follow the control flow of one core from the first bundle to behind the last.
 
     A forward branch whose predicate depends on data is not taken, so that the region it would skip counts.
     Without enter_unknown it is taken: that suits a kernel whose only such regions are for rare data.
-    Raises ScheduleError for a loop that depends on data.
+    many_chips: a loop that depends on data waits for another chip, and counts once.
+    Raises ScheduleError for such a loop elsewhere.
     """
     starts = _starts(bundles)
     machine, unknown = _Machine(core), set[int]()
@@ -226,7 +229,12 @@ def execute(bundles: Sequence[Bundle], core: int = 0, *, enter_unknown: bool = T
         taken, target = _decide(bundles, at, machine, starts)
         if taken is None:
             unknown.add(at)
-            taken = not enter_unknown
+            backwards = target <= at
+            if backwards and not many_chips:
+                raise ScheduleError(
+                    f"the loop that ends in bundle {at:#x} depends on data, so its length is unknown"
+                )
+            taken = not (enter_unknown or backwards)
         behind = _behind_delay(bundles, at)
         for bundle in bundles[at:behind]:
             machine.run(bundle.instructions)
@@ -262,10 +270,7 @@ def _decide(
         raise ScheduleError(f"bundle {at:#x} branches to region {branch.region}, which starts nowhere")
     target = starts[branch.region]
     # Its own bundle cannot set what it reads, but pseudo instructions may stand beside it.
-    taken = machine.holds(branch.predicate)
-    if taken is None and target <= at:
-        raise ScheduleError(f"the loop that ends in bundle {at:#x} depends on data, so its length is unknown")
-    return taken, target
+    return machine.holds(branch.predicate), target
 
 
 def _behind_delay(bundles: Sequence[Bundle], at: int) -> int:
@@ -306,10 +311,12 @@ class ProgramSchedule:
         return sum((kernel.traffic * kernel.calls for kernel in self.kernels), self.top_level_traffic)
 
 
-def read_schedule(folder: Path, cores: int = 1, *, enter_unknown: bool = True) -> ProgramSchedule:
+def read_schedule(
+    folder: Path, cores: int = 1, *, enter_unknown: bool = True, many_chips: bool = False
+) -> ProgramSchedule:
     """The schedule of the one program whose dumps are in `folder`, and which `cores` cores run.
 
-    enter_unknown: of the kernels, as in `execute`.
+    enter_unknown: of the kernels, as in `execute`. many_chips: as there.
 
     Raises ScheduleError if a dump is missing or cannot be counted.
     """
@@ -317,7 +324,7 @@ def read_schedule(folder: Path, cores: int = 1, *, enter_unknown: bool = True) -
     if TOP_LEVEL not in dumps:
         raise ScheduleError(f"{folder} holds no dump of a program; its format may have changed with libtpu")
     bundles = parse_bundles(dumps[TOP_LEVEL].read_text())
-    executions = [execute(bundles, core) for core in range(cores)]
+    executions = [execute(bundles, core, many_chips=many_chips) for core in range(cores)]
     calls: dict[str, int] = {}
     for bundle, count in zip(bundles, executions[0].counts, strict=True):
         for name in bundle.calls:
@@ -329,7 +336,8 @@ def read_schedule(folder: Path, cores: int = 1, *, enter_unknown: bool = True) -
     @functools.cache
     def run(path: Path) -> tuple[int, Traffic]:
         parsed = parse_bundles(path.read_text())
-        return _together([execute(parsed, core, enter_unknown=enter_unknown) for core in range(cores)])
+        run_on = functools.partial(execute, parsed, enter_unknown=enter_unknown, many_chips=many_chips)
+        return _together([run_on(core) for core in range(cores)])
 
     kernels = (Kernel(name, count, *run(dumps[name])) for name, count in calls.items())
     return ProgramSchedule(tuple(kernels), *_together(executions))

@@ -1,15 +1,19 @@
 """Where each parameter lies on the mesh: tables of rules, the first that matches a name decides."""
 
+import itertools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from qwenimage_tpu.options import RuleTableName
+
 DATA, MODEL = "data", "model"
-RuleTable = Literal["sharded", "stock", "largest-dimension"]
+RuleTable = RuleTableName
 # A spec, or what computes it from the shape of one layer's parameter and the size of the model axis.
 Rule = tuple[str, P | Callable[[tuple[int, ...], int], P]]
 
@@ -73,8 +77,8 @@ def shardings(specs: Mapping[str, P], mesh: Mesh) -> dict[str, NamedSharding]:
     return {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
 
 
-def make_mesh(devices: Sequence[object], data: int, model: int) -> Mesh:
-    """A mesh ("data", "model") of the devices in their order, so that neighbours share a model axis.
+def make_mesh(devices: Sequence[Any], data: int, model: int) -> Mesh:
+    """A mesh ("data", "model"). On TPUs each model axis is a compact block of neighbouring chips.
 
     Raises ValueError unless there are data * model devices.
     """
@@ -83,4 +87,36 @@ def make_mesh(devices: Sequence[object], data: int, model: int) -> Mesh:
             f"a mesh of {data} x {model} needs {data * model} devices, but there are {len(devices)}; choose"
             " two factors of that"
         )
-    return Mesh(np.array(devices, dtype=object).reshape(data, model), (DATA, MODEL))
+    ordered = by_blocks(devices, model) if hasattr(devices[0], "coords") else list(devices)
+    return Mesh(np.array(ordered, dtype=object).reshape(data, model), (DATA, MODEL))
+
+
+def by_blocks(devices: Sequence[Any], model: int) -> list[Any]:
+    """The devices block by block; in their own order where no block of chips tiles the slice."""
+    grid = tuple(max(device.coords[axis] for device in devices) + 1 for axis in range(3))
+    cores = len(devices) // math.prod(grid)
+    block = compact_block(grid, -(-model // cores))
+    if block is None:
+        return list(devices)
+
+    def position(device: Any) -> tuple[Any, ...]:
+        parts = [divmod(at, size) for at, size in zip(device.coords, block, strict=True)]
+        return tuple(part[0] for part in parts), _around([part[1] for part in parts]), device.core_on_chip
+
+    return sorted(devices, key=position)
+
+
+def _around(at: Sequence[int]) -> tuple[int, ...]:
+    """A key that makes each chip of a block a neighbour of the next: row by row, to and fro."""
+    first, second, third = at
+    return third, first, second if first % 2 == 0 else -second
+
+
+def compact_block(grid: Sequence[int], chips: int) -> tuple[int, ...] | None:
+    """The least elongated block of this many chips that tiles the grid; None if there is none."""
+    blocks = [
+        block
+        for block in itertools.product(*([d for d in range(1, n + 1) if n % d == 0] for n in grid))
+        if math.prod(block) == chips
+    ]
+    return min(blocks, key=max, default=None)

@@ -1,0 +1,156 @@
+"""The whole denoising program, compiled for a slice that is not there, in a process of its own."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from qwenimage_tpu.environment import WITHOUT_TPU
+from qwenimage_tpu.lab.compiled_program import DUMP_FLAGS, Memory
+from qwenimage_tpu.lab.hardware import CORES
+from qwenimage_tpu.lab.schedule import ProgramSchedule, ScheduleError, read_schedule
+from qwenimage_tpu.spmd.config import DiTConfig, parameter_shapes
+from qwenimage_tpu.spmd.placement import MODEL, RuleTable, partition_specs
+from qwenimage_tpu_pallas.softmax import Softmax
+
+from .collectives import Collective, read_collectives
+from .slices import Slice
+
+CASE, RESULT, HLO, DUMPS = "case.json", "result.json", "program.hlo", "dumps"
+OUT_OF_MEMORY = re.compile(r"Ran out of memory in memory space hbm.*?Used (\S+) of (\S+) hbm", re.DOTALL)
+BF16_BYTES = 2
+
+
+class DoesNotFitError(RuntimeError):
+    """The compiler finds no room for the program in a chip's memory; the message has its numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCase:
+    """A picture's denoising on a mesh of a slice, in bf16.
+
+    images: that are made at once. guided: true CFG, two rows of the batch per image.
+    """
+
+    topology: str
+    data: int
+    model: int
+    image_tokens: int
+    text_tokens: int
+    images: int
+    guided: bool
+    steps: int
+    table: RuleTable = "sharded"
+    softmax: Softmax = "bounded"
+    config: DiTConfig = field(default_factory=DiTConfig)
+
+    @property
+    def slice(self) -> Slice:
+        return Slice.parse(self.topology)
+
+    @property
+    def rows(self) -> int:
+        """Of the batch."""
+        return self.images * (2 if self.guided else 1)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a device."""
+        shapes = parameter_shapes(self.config)
+        specs = partition_specs(shapes, self.table, self.model)
+        return sum(
+            BF16_BYTES * math.prod(shape) // (self.model if MODEL in specs[name] else 1)
+            for name, shape in shapes.items()
+        )
+
+
+@dataclass(frozen=True)
+class CompiledPlan:
+    """What the compiler makes of a case. compile_seconds: of the compiler, writing its dumps."""
+
+    case: PlanCase
+    memory: Memory
+    schedule: ProgramSchedule
+    collectives: tuple[Collective, ...]
+    compile_seconds: float
+
+
+def compile_plan(case: PlanCase) -> CompiledPlan:
+    """Compile all layers and steps of the case for its slice.
+
+    Raises DoesNotFitError, RuntimeError with the compiler's message for anything else that it refuses, and
+    ScheduleError if its dumps cannot be read.
+    """
+    with tempfile.TemporaryDirectory(prefix="qwenimage-tpu-") as name:
+        folder = Path(name)
+        (folder / CASE).write_text(json.dumps(dataclasses.asdict(case)))
+        _run(folder, case.topology)
+        result: dict[str, Any] = json.loads((folder / RESULT).read_text())
+        schedule = read_schedule(folder / DUMPS, CORES[case.slice.generation], many_chips=True)
+        calls = {kernel.name: kernel.calls for kernel in schedule.kernels}
+        _check_calls(case, calls)
+        collectives = read_collectives((folder / HLO).read_text(), calls)
+        return CompiledPlan(
+            case, Memory(**result["memory"]), schedule, tuple(collectives), result["compile_seconds"]
+        )
+
+
+def _run(folder: Path, topology: str) -> None:
+    inherited = {name: value for name, value in os.environ.items() if name != "TPU_LIBRARY_PATH"}
+    flags = DUMP_FLAGS.format(folder=folder / DUMPS)
+    environment = inherited | WITHOUT_TPU | {"LIBTPU_INIT_ARGS": flags}
+    command = [sys.executable, "-m", __name__, str(folder)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode == 0:
+        return
+    if match := OUT_OF_MEMORY.search(result.stderr):
+        raise DoesNotFitError(
+            f"it needs {match[1]} of the {match[2]} of memory that a device of {topology} has"
+        )
+    raise RuntimeError(f"the program does not compile for {topology}:\n{result.stderr.strip()[-2000:]}")
+
+
+def _check_calls(case: PlanCase, calls: dict[str, int]) -> None:
+    """The control flow was followed rightly if attention ran once per layer and step."""
+    attention = sum(count for name, count in calls.items() if name.startswith("joint_attention"))
+    if attention != case.config.layers * case.steps:
+        raise ScheduleError(
+            f"attention must run {case.config.layers * case.steps} times, but the schedule says {attention}"
+        )
+
+
+def _compile(folder: Path) -> None:
+    """In the process of its own."""
+    from jax.experimental import topologies
+
+    from .lowering import lower_denoise
+
+    fields = json.loads((folder / CASE).read_text())
+    config = fields.pop("config")
+    config["rope_axes"] = tuple(config["rope_axes"])
+    case = PlanCase(**fields, config=DiTConfig(**config))
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=case.topology).devices
+    start = time.perf_counter()
+    compiled = lower_denoise(case, devices).compile()
+    seconds = time.perf_counter() - start
+    stats: Any = compiled.memory_analysis()
+    memory = {
+        "arguments": stats.argument_size_in_bytes,
+        "outputs": stats.output_size_in_bytes,
+        "temporaries": stats.temp_size_in_bytes,
+        "code": stats.generated_code_size_in_bytes,
+    }
+    (folder / HLO).write_text(compiled.as_text() or "")
+    (folder / RESULT).write_text(json.dumps({"memory": memory, "compile_seconds": seconds}))
+
+
+if __name__ == "__main__":
+    _compile(Path(sys.argv[1]))

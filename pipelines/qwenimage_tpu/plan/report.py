@@ -1,0 +1,179 @@
+"""What `qwenimage-tpu plan` found: every mesh of a slice beside the others, as a table and as JSON."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .collectives import Collective
+from .estimate import Estimate
+from .program import CompiledPlan, PlanCase
+
+GIB, SECONDS_PER_HOUR = 2**30, 3600
+
+
+@dataclass(frozen=True)
+class Row:
+    """One mesh. reason: why it does not fit; then nothing else is known.
+
+    dollars_per_hour: of the whole slice.
+    """
+
+    case: PlanCase
+    dollars_per_hour: float
+    reason: str = ""
+    plan: CompiledPlan | None = None
+    estimate: Estimate | None = None
+
+    @property
+    def images_per_hour(self) -> float:
+        assert self.estimate is not None
+        return self.case.images * SECONDS_PER_HOUR / self.estimate.seconds
+
+    @property
+    def images_per_dollar(self) -> float:
+        return self.images_per_hour / self.dollars_per_hour
+
+    @property
+    def utilisation(self) -> float:
+        """Model FLOPs utilisation: of the slice's peak, what the model's own operations use."""
+        assert self.estimate is not None
+        return self.estimate.flops / (self.estimate.seconds * self.case.slice.flops)
+
+    @property
+    def hbm_bytes(self) -> int:
+        """Of a device: all that the program holds at once."""
+        assert self.plan is not None
+        memory = self.plan.memory
+        return memory.arguments + memory.outputs + memory.temporaries + memory.code
+
+
+def recommend(rows: Sequence[Row]) -> Row | None:
+    """The mesh with the shortest time, of those that fit."""
+    fitting = [(row.estimate.seconds, at) for at, row in enumerate(rows) if row.estimate]
+    return rows[min(fitting)[1]] if fitting else None
+
+
+def link_bytes(collectives: Sequence[Collective]) -> int:
+    """What each device sends in one run of the program."""
+    return sum(collective.calls * collective.link_bytes for collective in collectives)
+
+
+def print_report(rows: Sequence[Row], console: Console) -> None:
+    case = rows[0].case
+    guided = "true CFG" if case.guided else "no CFG"
+    console.print(
+        f"[bold]{case.topology}[/], {case.slice.chips} chips: {case.image_tokens}+{case.text_tokens} tokens,"
+        f" {case.images} image(s) at once, {case.steps} steps, {guided}, {case.softmax} softmax. Times are"
+        " predictions, from the compiler's schedule; see docs/plan.md for the model behind them."
+    )
+    console.print(_mesh_table(rows))
+    for row in rows:
+        if row.reason:
+            console.print(f"{row.case.data} x {row.case.model}: does not fit, {row.reason}", highlight=False)
+    best = recommend(rows)
+    if best is None:
+        console.print("no mesh fits; take a larger slice")
+        return
+    console.print(f"recommended: --mesh {best.case.data},{best.case.model}; where its time goes:")
+    console.print(_part_table(best))
+    console.print(_collective_table(best))
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title)
+    for position, column in enumerate(columns):
+        table.add_column(column, justify="right" if position else "left")
+    return table
+
+
+def _mesh_table(rows: Sequence[Row]) -> Table:
+    table = _table(
+        "meshes",
+        *(
+            "data x model",
+            "weights GiB",
+            "in use GiB",
+            "sent per step MB",
+            "step ms",
+            "images s",
+            "overlapped s",
+        ),
+        *("MFU", "images/h", "images/$", "compiled s"),
+    )
+    for row in rows:
+        if row.plan is None or row.estimate is None:
+            continue
+        case, plan, found = row.case, row.plan, row.estimate
+        table.add_row(
+            f"{case.data} x {case.model}",
+            f"{case.weight_bytes / GIB:.2f}",
+            f"{row.hbm_bytes / GIB:.2f}",
+            f"{link_bytes(plan.collectives) / case.steps / 1e6:,.0f}",
+            f"{found.seconds / case.steps * 1e3:.1f}",
+            f"{found.seconds:.2f}",
+            f"{found.overlapped_seconds:.2f}",
+            f"{row.utilisation:.0%}",
+            f"{row.images_per_hour:,.0f}",
+            f"{row.images_per_dollar:,.0f}",
+            f"{plan.compile_seconds:.0f}",
+        )
+    return table
+
+
+def _part_table(row: Row) -> Table:
+    found, case = row.estimate, row.case
+    assert found is not None
+    blocks = case.steps * case.config.layers
+    table = _table("one run, without overlap", "part", "seconds", "share", "cycles per block")
+    for part, seconds in found.parts.items():
+        table.add_row(
+            part,
+            f"{seconds:.3f}",
+            f"{seconds / found.seconds:.1%}",
+            f"{found.cycles[part] / blocks:,.0f}",
+        )
+    table.add_row("sum", f"{found.seconds:.3f}", "", f"{sum(found.cycles.values()) / blocks:,.0f}")
+    return table
+
+
+def _collective_table(row: Row) -> Table:
+    assert row.plan is not None
+    table = _table("collectives", "kind", "devices", "calls", "MB each", "sent by a device, MB")
+    for each in row.plan.collectives:
+        table.add_row(
+            each.kind,
+            str(each.chips),
+            f"{each.calls:,}",
+            f"{each.bytes / 1e6:,.2f}",
+            f"{each.calls * each.link_bytes / 1e6:,.0f}",
+        )
+    return table
+
+
+def to_json(rows: Sequence[Row], versions: dict[str, str]) -> str:
+    """Everything, and what follows from it."""
+    return json.dumps({"versions": versions, "meshes": [_record(row) for row in rows]}, indent=1) + "\n"
+
+
+def _record(row: Row) -> dict[str, Any]:
+    record: dict[str, Any] = {"case": dataclasses.asdict(row.case), "does_not_fit": row.reason}
+    if row.plan is None or row.estimate is None:
+        return record
+    return record | {
+        "memory": dataclasses.asdict(row.plan.memory) | {"weights": row.case.weight_bytes},
+        "estimate": dataclasses.asdict(row.estimate),
+        "predicted_seconds": row.estimate.seconds,
+        "predicted_overlapped_seconds": row.estimate.overlapped_seconds,
+        "images_per_hour": row.images_per_hour,
+        "images_per_dollar": row.images_per_dollar,
+        "dollars_per_hour": row.dollars_per_hour,
+        "model_flops_utilisation": row.utilisation,
+        "compile_seconds": row.plan.compile_seconds,
+        "collectives": [dataclasses.asdict(each) for each in row.plan.collectives],
+        "kernels": [dataclasses.asdict(each) for each in row.plan.schedule.kernels],
+    }
