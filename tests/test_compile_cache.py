@@ -12,7 +12,7 @@ from diffusers import QwenImagePipeline
 from emulated_process import EmulatedProcess
 from qwenimage_tpu.compilation import Compilations, watch_compilations
 from qwenimage_tpu.emulator import Counts, read_counts
-from qwenimage_tpu.environment import COMPILE_CACHE
+from qwenimage_tpu.environment import COMPILE_CACHES
 from qwenimage_tpu.generate import generate
 from qwenimage_tpu.loading import move_pipeline
 from qwenimage_tpu.options import GenerateOptions
@@ -44,7 +44,9 @@ class Processes:
 
     def new(self) -> EmulatedProcess:
         self._count += 1
-        return EmulatedProcess(self._folder / f"log-{self._count}", {COMPILE_CACHE: str(self.cache)})
+        return EmulatedProcess(
+            self._folder / f"log-{self._count}", dict.fromkeys(COMPILE_CACHES, str(self.cache))
+        )
 
     def run(self, function: Callable[..., Any]) -> Any:
         process = self.new()

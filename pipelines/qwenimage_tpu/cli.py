@@ -1,5 +1,6 @@
 """The command `qwenimage-tpu`. Heavy imports happen inside the commands, so that --help is instant."""
 
+import math
 import os
 import time
 from collections.abc import Generator
@@ -67,6 +68,18 @@ def generate_command(
     text_encoder_device: Annotated[
         Literal["cpu", "tpu"], typer.Option(help="Where texts are encoded; cpu saves the TPU's memory.")
     ] = "cpu",
+    engine: Annotated[
+        Literal["torch", "jax"],
+        typer.Option(help="What denoises: diffusers on one chip, or one JAX program on a mesh of chips."),
+    ] = "torch",
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DATA,MODEL",
+            help="With --engine jax, as in 2,4: devices for the branches or pictures, and"
+            " for each one's model. On a CPU they are virtual.",
+        ),
+    ] = None,
     compilation: Annotated[
         Literal["auto", "blocks", "full", "none"],
         typer.Option(
@@ -101,12 +114,13 @@ def generate_command(
     """Make pictures from prompts."""
     environment.configure()
     with _readable_errors():
-        mode = _compile_mode(compilation, device)
+        # JAX compiles its program whatever is asked for.
+        mode = _compile_mode("none" if engine == "jax" and compilation == "auto" else compilation, device)
         if compile_cache is not None:
-            if mode is None:
+            if mode is None and engine == "torch":
                 raise ValueError("--compile-cache keeps what is compiled, but nothing is; leave it out")
             environment.use_compile_cache(compile_cache)
-        from .options import DEMO_SIZE, DEMO_STEPS, DEMO_TRUE_CFG_SCALE, GenerateOptions
+        from .options import DEMO_SIZE, DEMO_STEPS, DEMO_TRUE_CFG_SCALE, GenerateOptions, parse_mesh
         from .request import Request
 
         size, default_steps, default_scale, default_dtype = (
@@ -133,10 +147,14 @@ def generate_command(
             dtype=dtype or default_dtype,
             device=environment.choose_device(device),
             text_encoder_device=text_encoder_device,
+            engine=engine,
+            mesh=None if mesh is None else parse_mesh(mesh),
             output=output,
             compare=compare,
             contact_sheet=contact_sheet,
         )
+        if request.mesh is not None and request.device == "cpu":
+            environment.use_virtual_devices(math.prod(request.mesh))
         # The user's mistakes are known by now, so that they do not wait for torch.
         started = time.perf_counter()
         with _status("loading torch and diffusers"):

@@ -5,7 +5,7 @@ import re
 import tempfile
 from pathlib import Path
 
-COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+COMPILE_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "JAX_COMPILATION_CACHE_DIR")
 # Without a TPU: jax must not wait for one, libtpu must not ask the metadata server of a cloud machine nor
 # complain that it does not know its host, several processes may use its compiler at once, and
 # `import torch` must not import torch_tpu (seconds, and noise on stderr).
@@ -40,9 +40,9 @@ def choose_device(device: str) -> str:
 
 
 def use_compile_cache(folder: Path) -> None:
-    """Let torch keep what torch.compile made in `folder`, for later processes.
+    """Let torch and jax keep what they compiled in `folder`, for later processes.
 
-    Call it before the first import of torch. The cache is torch's own: it follows the versions, passes over
+    Call it before the first import of either. The caches are their own: they follow the versions, pass over
     what is corrupt, and may be deleted at any time. Raises OSError unless the folder can be written to.
     """
     folder = folder.expanduser().resolve()
@@ -53,7 +53,14 @@ def use_compile_cache(folder: Path) -> None:
         raise OSError(
             f"compiled programs cannot be kept in {folder} ({error.strerror}); choose another folder"
         ) from error
-    os.environ[COMPILE_CACHE] = str(folder)
+    for name in COMPILE_CACHES:
+        os.environ[name] = str(folder)
+
+
+def use_virtual_devices(count: int) -> None:
+    """Let jax see this many CPU devices. Call it before the first import of jax."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={count}".strip()
 
 
 def configure_without_tpu() -> None:

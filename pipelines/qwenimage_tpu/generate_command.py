@@ -1,11 +1,10 @@
 """What `qwenimage-tpu generate` does: load, generate with a progress bar, save, report."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from diffusers import QwenImagePipeline
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -18,19 +17,15 @@ from .options import GenerateOptions
 from .pictures import save_contact_sheet, save_images
 from .request import Request
 
+Paint = Callable[[GenerateOptions, str, Stopwatch], GenerateResult]
+
 
 def run(request: Request, import_seconds: float) -> None:
     """Make the pictures, print where they are and how long each stage took. Raises what its parts raise."""
     console = Console()
     options = request.options
     watch = Stopwatch({"imports": import_seconds})
-    if options.kernels:
-        # A fault of theirs must not wait for a large model; generate() then finds them loaded.
-        with watch.stage("kernels"):
-            load_kernels(options.kernel_repo)
-    with watch.stage("load"):
-        pipe = load_pipeline(request.model, request.demo, getattr(torch, request.dtype))
-        move_pipeline(pipe, request.device, request.text_encoder_device)
+    paint = (_load_jax if request.engine == "jax" else _load_torch)(request, watch)
     if options.guided and options.negative_prompt is None:
         negative_prompt = options.used_negative_prompt
         _say(
@@ -38,7 +33,7 @@ def run(request: Request, import_seconds: float) -> None:
             f"true CFG {options.true_cfg_scale:g} with the default negative prompt {negative_prompt!r}",
         )
     with watch_compilations() as compilations:
-        result = _generate(pipe, options, "denoising", watch)
+        result = paint(options, "denoising", watch)
     if options.compile:
         _say(console, f"compiled: {compilations}")
     model = "demo" if request.model is None else request.model
@@ -51,15 +46,43 @@ def run(request: Request, import_seconds: float) -> None:
     _say(console, _describe_times(result.seconds))
     _say(console, _describe_kernels(result))
     if request.compare:
-        stock = _generate(pipe, replace(options, kernels=False), "denoising without kernels", Stopwatch())
+        if request.engine == "jax":
+            paint = _load_torch(request, Stopwatch())
+        stock = paint(replace(options, kernels=False, softmax=None), "denoising without kernels", Stopwatch())
         _say(console, f"with and without kernels: {compare(result, stock)}")
 
 
-def _generate(
-    pipe: QwenImagePipeline, options: GenerateOptions, label: str, watch: Stopwatch
-) -> GenerateResult:
-    with _progress_bar(label, options.steps) as on_step:
-        return generate(pipe, options, on_step, watch)
+def _load_torch(request: Request, watch: Stopwatch) -> Paint:
+    options = request.options
+    if options.kernels:
+        # A fault of theirs must not wait for a large model; generate() then finds them loaded.
+        with watch.stage("kernels"):
+            load_kernels(options.kernel_repo)
+    with watch.stage("load"):
+        pipe = load_pipeline(request.model, request.demo, getattr(torch, request.dtype))
+        move_pipeline(pipe, request.device, request.text_encoder_device)
+
+    def paint(options: GenerateOptions, label: str, watch: Stopwatch) -> GenerateResult:
+        with _progress_bar(label, options.steps) as on_step:
+            return generate(pipe, options, on_step, watch)
+
+    return paint
+
+
+def _load_jax(request: Request, watch: Stopwatch) -> Paint:
+    from .spmd import engine
+
+    with watch.stage("load"):
+        loaded = engine.load_engine(
+            request.model, request.demo, getattr(torch, request.dtype), request.mesh, request.options
+        )
+
+    def paint(options: GenerateOptions, label: str, watch: Stopwatch) -> GenerateResult:
+        # One program from the first step to the last: there is nothing to count between.
+        with Console(stderr=True).status(f"{label}, {options.steps} steps, compiled before the first"):
+            return engine.generate(loaded, options, watch)
+
+    return paint
 
 
 @contextmanager

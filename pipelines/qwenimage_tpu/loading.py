@@ -11,7 +11,7 @@ import diffusers.utils.logging
 import torch
 import transformers.utils.logging
 from diffusers import QwenImagePipeline
-from huggingface_hub import hf_hub_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
@@ -24,11 +24,13 @@ PIPELINE_CLASS = "QwenImagePipeline"
 DEMO_MODEL = Path(__file__).parent / "painting" / "model"
 
 
-def load_pipeline(model: str | None, demo: bool, dtype: torch.dtype) -> QwenImagePipeline:
+def load_pipeline(
+    model: str | None, demo: bool, dtype: torch.dtype, *, transformer: bool = True
+) -> QwenImagePipeline:
     """Load on the CPU, with diffusers' own progress bars off.
 
     model: a local folder as `save_pretrained` writes it, or a Hub id like "Qwen/Qwen-Image"; None with
-    `demo`, which is the tiny model that paints coloured shapes.
+    `demo`, which is the tiny model that paints coloured shapes. transformer: False leaves it out.
     Raises ValueError if not exactly one of the two is given or if the model is of another pipeline class,
     OSError if the folder or the Hub model cannot be read.
     """
@@ -36,7 +38,8 @@ def load_pipeline(model: str | None, demo: bool, dtype: torch.dtype) -> QwenImag
     path = str(DEMO_MODEL) if model is None else model
     _check_pipeline_class(path)
     with contextlib.nullcontext() if model else _no_progress_bars():
-        pipe = QwenImagePipeline.from_pretrained(path, dtype=dtype)
+        without: dict[str, Any] = {} if transformer else {"transformer": None}
+        pipe = QwenImagePipeline.from_pretrained(path, dtype=dtype, **without)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -63,6 +66,14 @@ def _check_pipeline_class(model: str) -> None:
             f"only models of the class {PIPELINE_CLASS} can be run, but {model} is a {found}; choose a"
             " text-to-image QwenImage model"
         )
+
+
+def transformer_folder(model: str | None) -> Path:
+    """Where the transformer's weights lie; None is the demo's. A model of the Hub is downloaded."""
+    folder = DEMO_MODEL if model is None else Path(model)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(str(model), allow_patterns=["transformer/*"]))
+    return folder / "transformer"
 
 
 def _read_index(model: str) -> dict[str, Any]:

@@ -21,6 +21,8 @@ class Request:
     dtype: str
     device: str
     text_encoder_device: str
+    engine: str
+    mesh: tuple[int, int] | None
     output: Path
     compare: bool
     contact_sheet: bool
@@ -30,6 +32,7 @@ class Request:
         if self.model is not None:
             check_local_model(self.model)
         self._check_devices()
+        self._check_engine()
         check_output(self.output)
         check_writable(self.output)
         if self.contact_sheet:
@@ -46,6 +49,20 @@ class Request:
             raise ValueError(
                 f"--compile {self.options.compile} needs --device tpu, but the device is cpu; leave it out"
             )
+
+    def _check_engine(self) -> None:
+        if self.engine == "torch":
+            if self.mesh is not None:
+                raise ValueError("--mesh needs --engine jax, but the engine is torch; leave one of them out")
+            return
+        flags = {
+            "--no-kernels": not self.options.kernels,
+            "--kernel-repo": self.options.kernel_repo is not None,
+            "--compile": self.options.compile is not None,
+            "--text-encoder-device tpu": self.text_encoder_device == "tpu",
+        }
+        for flag in (flag for flag, given in flags.items() if given):
+            raise ValueError(f"{flag} needs --engine torch, but the engine is jax; leave one of them out")
 
     def _check_no_kernel_flags(self) -> None:
         flags = {"--compare": self.compare, "--kernel-repo": self.options.kernel_repo is not None}

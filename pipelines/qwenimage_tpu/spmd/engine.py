@@ -1,5 +1,7 @@
 """Pictures from the JAX program: torch encodes the text and decodes the latents, JAX does all between."""
 
+import importlib.metadata
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import qwenimage_tpu_pallas as kernels
-from qwenimage_tpu.generate import GenerateResult, Stopwatch, check_model, encode_text, seeded_generators
+from qwenimage_tpu.generate import (
+    GenerateResult,
+    Stopwatch,
+    UsedKernels,
+    check_model,
+    encode_text,
+    seeded_generators,
+)
+from qwenimage_tpu.loading import load_pipeline, transformer_folder
 from qwenimage_tpu.options import GenerateOptions
 from qwenimage_tpu.text_buckets import use_text_buckets
 from qwenimage_tpu_pallas.softmax import Softmax
@@ -22,7 +32,7 @@ from qwenimage_tpu_pallas.softmax import Softmax
 from .config import DiTConfig, parameter_shapes
 from .denoise import Schedule, Text, denoise
 from .dit import Execution
-from .placement import MODEL, RuleTable, partition_specs, shardings
+from .placement import MODEL, RuleTable, make_mesh, partition_specs, shardings
 from .rope import rope_tables
 from .weights import Checkpoint, load_parameters
 
@@ -34,6 +44,8 @@ class SpmdTransformer:
     """A transformer's weights on a mesh, and its denoising loop, compiled for each new shape.
 
     Attributes:
+        config: of the model.
+        mesh: where its weights are.
         softmax: that its attention runs.
     """
 
@@ -64,7 +76,7 @@ class SpmdTransformer:
         kernels.check_softmax(self.softmax, bound)
         specs = partition_specs(parameter_shapes(self.config), table, chips)
         self._parameters = load_parameters(checkpoint, self.config, shardings(specs, mesh), dtype)
-        self._mesh, self._dtype = mesh, dtype
+        self.mesh, self._dtype = mesh, dtype
 
     def denoise(
         self,
@@ -75,9 +87,9 @@ class SpmdTransformer:
         size: tuple[int, int],
     ) -> np.ndarray:
         """As the function `denoise`, from any device to the CPU. size: rows and columns of image tokens."""
-        execution = Execution.of(self._mesh, self.softmax, len(text.lengths))
+        execution = Execution.of(self.mesh, self.softmax, len(text.lengths))
         rope = rope_tables(self.config.rope_axes, *size, text.embeddings.shape[1])
-        split, whole = NamedSharding(self._mesh, P(execution.batch_axis)), NamedSharding(self._mesh, P())
+        split, whole = NamedSharding(self.mesh, P(execution.batch_axis)), NamedSharding(self.mesh, P())
         text = jax.device_put(Text(text.embeddings.astype(self._dtype), text.lengths), split)
         latents, schedule, rope = jax.device_put((latents, schedule, rope), whole)
         scale = jnp.float32(true_cfg_scale)
@@ -98,6 +110,30 @@ class JaxEngine:
 
     pipe: QwenImagePipeline
     transformer: SpmdTransformer
+
+
+def load_engine(
+    model: str | None,
+    demo: bool,
+    dtype: torch.dtype,
+    mesh: tuple[int, int] | None,
+    options: GenerateOptions,
+) -> JaxEngine:
+    """As `loading.load_pipeline`, with the transformer on all devices, or on as many as the mesh has.
+
+    mesh: None gives the two branches of true CFG, or two pictures, half of the devices each, if that can be.
+    Raises what loading raises, and ValueError for a mesh that the devices or the model do not allow.
+    """
+    pipe = load_pipeline(model, demo, dtype, transformer=False)
+    devices = jax.devices()
+    if mesh is None:
+        rows = options.image_count * (2 if options.guided else 1)
+        data = 2 if rows % 2 == 0 and len(devices) % 2 == 0 else 1
+        mesh = (data, len(devices) // data)
+    placed = make_mesh(devices[: math.prod(mesh)], *mesh)
+    folder = transformer_folder(model)
+    jax_dtype = jnp.bfloat16 if dtype == torch.bfloat16 else np.float32
+    return JaxEngine(pipe, SpmdTransformer(folder, placed, jax_dtype, softmax=options.softmax))
 
 
 def generate(engine: JaxEngine, options: GenerateOptions, watch: Stopwatch | None = None) -> GenerateResult:
@@ -136,7 +172,17 @@ def generate(engine: JaxEngine, options: GenerateOptions, watch: Stopwatch | Non
     with watch.stage("decoding"):
         result = torch.from_numpy(latents.copy())
         images = decode(pipe, result, options)
-    return GenerateResult(images, result, watch.seconds, None, options)
+    return GenerateResult(images, result, watch.seconds, _used_kernels(transformer), options)
+
+
+def _used_kernels(transformer: SpmdTransformer) -> UsedKernels:
+    data, model = transformer.mesh.devices.shape
+    return UsedKernels(
+        repo="qwenimage_tpu_pallas",
+        build_id=importlib.metadata.version("qwenimage-tpu"),
+        variant=f"jax on a mesh of {data} x {model}",
+        softmax=transformer.softmax,
+    )
 
 
 def _token_grid(pipe: QwenImagePipeline, options: GenerateOptions) -> tuple[int, int]:
