@@ -4,7 +4,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-_BUILD_ID = "_qwenimage_tpu_kernels_cpu_8abe93f1e9"
+_BUILD_ID = "_qwenimage_tpu_kernels_cpu_3f56e5ccf6"
 
 
 def _load():
