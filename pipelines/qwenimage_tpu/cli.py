@@ -2,6 +2,8 @@
 
 import math
 import os
+import signal
+import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ from .options import RuleTableName, SoftmaxName
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 # RuntimeErrors of ours that say what the user can do; named, so that none need be imported.
-USER_ERRORS = ("KernelLoadError", "EmulatorError")
+USER_ERRORS = ("KernelLoadError", "EmulatorError", "CompilerKilledError")
 
 app = typer.Typer(
     name="qwenimage-tpu",
@@ -230,6 +232,9 @@ def tune_command(
     with _readable_errors():
         from rich.console import Console
 
+        from .request import check_report_path
+
+        check_report_path(results)
         from .lab.tune import TABLE, TOPOLOGIES, run
 
         root = Path(__file__).resolve().parents[2]
@@ -311,6 +316,8 @@ def bench_attention_command(
 
         for path in filter(None, (json_file, picture)):
             check_report_path(path)
+        if json_file is not None and json_file == picture:
+            raise ValueError(f"the numbers and the picture need a file each, but both are {picture}")
         from .lab.bench_attention import check_cases, run
 
         cases = check_cases(heads, image_tokens, text_tokens, generations or ["v6e"])
@@ -443,6 +450,8 @@ def _print_error(message: str) -> None:
 
 def main() -> None:
     """The console script's entry point."""
+    # So that a terminated command, too, ends its processes and removes its temporary files.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     app()
 
 

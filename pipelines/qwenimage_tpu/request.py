@@ -95,9 +95,7 @@ def check_writable(output: Path) -> None:
     Asked before the work, so that no picture is lost at its end.
     """
     if output.exists() and not (output.is_file() or output.is_dir()):
-        raise OSError(
-            f"a picture cannot replace {output}, which is no ordinary file; choose another --output"
-        )
+        raise OSError(f"a picture cannot replace {output}, which is no ordinary file; choose another path")
     folder = output if output.is_dir() or not output.suffix else output.parent
     while not folder.exists():
         folder = folder.parent
@@ -106,7 +104,7 @@ def check_writable(output: Path) -> None:
     except OSError as error:
         raise OSError(
             f"nothing can be written to {output}: {folder} takes no new file ({error.strerror}); choose"
-            " another --output"
+            " another path"
         ) from error
 
 

@@ -123,7 +123,7 @@ def all_contenders() -> list[Contender]:
 def _tokamax_contenders() -> list[Contender]:
     names = {"tokamax splash": None, "tokamax splash, constant maximum": MAX_LOGIT}
     if importlib.util.find_spec("tokamax") is None:
-        missing = "tokamax is not installed; `pip install 'qwenimage-tpu[bench]'` adds it"
+        missing = "tokamax is not installed; the extra `bench` has it: pip install -e '.[bench]'"
         return [Contender(name, (), missing=missing) for name in names]
     return [
         Contender(

@@ -18,7 +18,8 @@ def check_picture(path: Path) -> None:
         raise ValueError(f"a picture ends in {' or '.join(FORMATS)}, but {path} does not; name it so")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
-            "a picture needs matplotlib, which is not installed; `pip install 'qwenimage-tpu[bench]'` adds it"
+            "a picture needs matplotlib, which is not installed; the extra `bench` has it: pip install -e"
+            " '.[bench]'"
         )
 
 
@@ -42,24 +43,28 @@ def draw_panel(report: AttentionReport, panel: Any) -> None:
     names = [
         f"{result.contender} ({result.choice})" if result.choice else result.contender for result, _ in rows
     ]
-    cycles = [measured.cycles / 1000 for _, measured in rows]
+    cycles = [measured.cycles for _, measured in rows]
     container = panel.barh(names, cycles, color=[OURS if result.ours else OTHERS for result, _ in rows])
-    panel.bar_label(container, labels=[f"{value:,.0f}k" for value in cycles], padding=3, fontsize=9)
-    panel.axvline(report.floor.scheduled / 1000, color=FLOOR, linestyle="--", linewidth=1)
+    panel.bar_label(container, labels=[f"{value:,}" for value in cycles], padding=3, fontsize=9)
+    floors = [measured.floor.scheduled for _, measured in rows]
+    places = range(len(rows))
+    panel.vlines(
+        floors, [at - 0.5 for at in places], [at + 0.5 for at in places], FLOOR, "dashed", linewidth=1
+    )
     panel.invert_yaxis()
     panel.margins(x=0.1)
     panel.spines[["top", "right"]].set_visible(False)
     panel.tick_params(labelsize=9)
     core = " on each core" if report.cores > 1 else ""
-    floor = f"{report.floor.scheduled / 1000:,.0f}k"
+    panel.xaxis.set_major_formatter("{x:,.0f}")
     panel.set_xlabel(
-        f"scheduled cycles{core}, in thousands; dashed: the matmuls alone, {floor}",
+        f"scheduled cycles{core}; dashed: the matmuls alone, {report.floor.scheduled:,} in bf16",
         fontsize=9,
         loc="right",
     )
     panel.set_title(
         f"Attention on {report.generation}: {report.image_tokens}+{report.text_tokens} tokens,"
-        f" {report.heads} heads of 128, bf16",
+        f" {report.heads} head{'s' * (report.heads > 1)} of 128, bf16",
         fontsize=10,
         loc="left",
     )

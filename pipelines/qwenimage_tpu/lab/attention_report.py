@@ -177,9 +177,9 @@ def _call_table(report: AttentionReport, rows: Sequence[tuple[Result, Measured]]
             result.choice,
             f"{measured.cycles:,}",
             f"{measured.floor.scheduled / measured.cycles:.0%}",
-            f"{compute * 1e6:.0f} µs",
-            f"{moved:.0f}" + ("?" if measured.uncertain_copies else ""),
-            f"{memory * 1e6:.0f} µs",
+            _microseconds(compute),
+            f"{moved:.1f}" + ("?" if measured.uncertain_copies else ""),
+            _microseconds(memory),
             "memory" if memory > compute else "MXU" if measured.floor.peak > measured.cycles else "cycles",
             *([_microseconds(measured.tpu_seconds)] if timed else []),
         ]
@@ -188,7 +188,7 @@ def _call_table(report: AttentionReport, rows: Sequence[tuple[Result, Measured]]
 
 
 def _microseconds(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1e6:.0f} µs"
+    return "" if seconds is None else f"{seconds * 1e6:.1f} µs"
 
 
 def _kernel_table(rows: Sequence[tuple[Result, Measured]]) -> Table:

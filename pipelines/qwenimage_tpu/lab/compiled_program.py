@@ -60,6 +60,10 @@ class ExaminedProgram:
     worst_cycles: int
 
 
+class CompilerKilledError(RuntimeError):
+    """The compiler's process was killed from outside; the program may be fine."""
+
+
 def compile_program(program: Program, topology: str) -> CompiledProgram:
     """Compile for one chip of a topology such as "v6e:2x2", in a process of its own.
 
@@ -108,6 +112,11 @@ def _compiled(program: Program, topology: str) -> Generator[Path]:
             text=True,
             check=False,
         )
+        if result.returncode < 0:
+            raise CompilerKilledError(
+                f"the compiler was killed by signal {-result.returncode}, so nothing is known of this"
+                " program; it takes 2 GB of memory, more for a large one: free some, and try again"
+            )
         if result.returncode:
             raise RuntimeError(
                 f"the program does not compile for {topology}:\n{result.stderr.strip()[-2000:]}"

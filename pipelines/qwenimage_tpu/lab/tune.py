@@ -13,6 +13,8 @@ import json
 import math
 import multiprocessing
 import os
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +31,7 @@ from qwenimage_tpu_pallas.vmem import VMEM_LIMIT_BYTES
 
 from .ahead_of_time import TOPOLOGIES, lower_program
 from .attention_contenders import AttentionCase
-from .compiled_program import examine_program
+from .compiled_program import CompilerKilledError, examine_program
 
 TABLE = Path("kernels_src/qwenimage_tpu_pallas/attention_table.py")
 # Keys times queries of one step, at least and at most: its code is proportional to them. 21 million are
@@ -105,6 +107,8 @@ def measure(trial: Trial) -> int | str:
         program = lower_program(trial.generation, function, case.arguments)
         examined = examine_program(program, TOPOLOGIES[trial.generation], enter_unknown=False)
         return examined.compiled.schedule.cycles
+    except CompilerKilledError:
+        raise
     except Exception as error:  # whatever the compiler raises is the finding
         return f"{type(error).__name__}: {error}"[-500:]
 
@@ -113,11 +117,13 @@ def search(candidates: Sequence[Trial], results: Path, console: Console) -> dict
     """Measure what the file of results does not have yet, two at a time on two cores, with progress."""
     known = _read(results)
     missing = [trial for trial in candidates if trial.key not in known]
+    results.parent.mkdir(parents=True, exist_ok=True)
+    # Processes, because tracing is Python, too, and half of the time.
+    context = multiprocessing.get_context("spawn")
     with (
         results.open("a") as file,
         Progress(console=console) as progress,
-        # Processes, because tracing is Python, too, and half of the time.
-        concurrent.futures.ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool,
+        concurrent.futures.ProcessPoolExecutor(os.cpu_count(), context, _prepare_worker) as pool,
     ):
         running = {pool.submit(measure, trial): trial for trial in missing}
         try:
@@ -127,22 +133,39 @@ def search(candidates: Sequence[Trial], results: Path, console: Console) -> dict
                 file.write(json.dumps({running[future].key: future.result()}) + "\n")
                 file.flush()
         except BaseException:
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in multiprocessing.active_children():
+                worker.terminate()
             raise
     return {trial: known[trial.key] for trial in candidates}
 
 
+def _prepare_worker() -> None:
+    """Leave Ctrl-C to the parent, and end a worker so that it ends its compiler and removes its files."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 def _read(results: Path) -> dict[str, int | str]:
-    """What was measured; a last line that an interruption cut off is removed."""
+    """What was measured; a last line that an interruption cut off is removed.
+
+    Raises ValueError for a file that holds anything else.
+    """
     if not results.exists():
         return {}
-    text = results.read_text()
+    text = results.read_text(errors="replace")
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
         results.write_text(whole)
     known: dict[str, int | str] = {}
-    for line in whole.splitlines():
-        known.update(json.loads(line))
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            known.update(json.loads(line))
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"line {number} of {results} is no result of this search: {line[:60]!r}; remove it, or name"
+                " another file"
+            ) from error
     return known
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from qwenimage_tpu.lab.ahead_of_time import CLOCK_HZ
 from qwenimage_tpu.lab.schedule import Kernel
-from qwenimage_tpu.spmd.config import DiTConfig, parameter_shapes
+from qwenimage_tpu.spmd.config import DiTConfig, is_modulation, parameter_shapes
 from qwenimage_tpu.spmd.placement import compact_block
 
 from .collectives import KINDS, Collective
@@ -112,7 +112,7 @@ def model_flops(case: PlanCase) -> float:
     attention = 4 * (image + text) ** 2 * config.channels * config.layers
     per_row = attention + _linear_flops(config, lambda name: _tokens(name, image, text))
     # The modulation depends on the step alone.
-    modulation = _linear_flops(config, lambda name: int("_mod." in name or "norm_out" in name))
+    modulation = _linear_flops(config, lambda name: int(is_modulation(name)))
     return float(steps * (rows * per_row + modulation))
 
 
@@ -126,6 +126,6 @@ def _linear_flops(config: DiTConfig, tokens: Callable[[str], int]) -> int:
 
 def _tokens(name: str, image: int, text: int) -> int:
     """How many tokens a weight is multiplied with."""
-    if re.search(r"_mod\.|norm_|txt_norm|time_text_embed", name):
+    if is_modulation(name) or "norm_" in name:
         return 0
     return text if re.search(r"txt_|add_", name) else image

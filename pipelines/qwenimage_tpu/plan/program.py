@@ -17,7 +17,7 @@ from qwenimage_tpu.environment import WITHOUT_TPU
 from qwenimage_tpu.lab.compiled_program import DUMP_FLAGS, Memory
 from qwenimage_tpu.lab.hardware import CORES
 from qwenimage_tpu.lab.schedule import ProgramSchedule, ScheduleError, read_schedule
-from qwenimage_tpu.spmd.config import DiTConfig, parameter_shapes
+from qwenimage_tpu.spmd.config import DiTConfig, is_modulation, parameter_shapes
 from qwenimage_tpu.spmd.placement import MODEL, RuleTable, partition_specs
 from qwenimage_tpu_pallas.softmax import Softmax
 
@@ -62,13 +62,23 @@ class PlanCase:
         return self.images * (2 if self.guided else 1)
 
     @property
+    def resident(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the weights that stay on the chips: of our own placement, without the modulation's."""
+        shapes = parameter_shapes(self.config)
+        return {name: shape for name, shape in shapes.items() if not (self.tabled and is_modulation(name))}
+
+    @property
+    def tabled(self) -> bool:
+        """Whether the modulation is a table of the schedule's steps, made beforehand."""
+        return self.table == "sharded"
+
+    @property
     def weight_bytes(self) -> int:
         """Of a device."""
-        shapes = parameter_shapes(self.config)
-        specs = partition_specs(shapes, self.table, self.model)
+        specs = partition_specs(self.resident, self.table, self.model)
         return sum(
             BF16_BYTES * math.prod(shape) // (self.model if MODEL in specs[name] else 1)
-            for name, shape in shapes.items()
+            for name, shape in self.resident.items()
         )
 
 

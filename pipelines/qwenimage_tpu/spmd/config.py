@@ -63,6 +63,11 @@ class DiTConfig:
         return cls.from_diffusers(json.loads((folder / "config.json").read_text(encoding="utf-8")))
 
 
+def is_modulation(name: str) -> bool:
+    """Whether a parameter makes AdaLN's modulation: a third of all, and no token meets them."""
+    return "_mod.1." in name or name.startswith(("time_text_embed.", "norm_out."))
+
+
 def parameter_shapes(config: DiTConfig) -> dict[str, tuple[int, ...]]:
     """Shapes by name: those of the checkpoint, where "blocks." stands for all blocks, stacked in the order
     of the layers, instead of "transformer_blocks.<layer>.".

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .dit import Execution, Parameters, Rope, forward, modulation
+from .dit import Execution, Modulation, Parameters, Rope, forward, modulation
 
 
 class Schedule(NamedTuple):
@@ -38,21 +38,29 @@ def denoise(
     schedule: Schedule,
     true_cfg_scale: jax.Array,
     rope: Rope,
+    table: Modulation | None,
     execution: Execution,
 ) -> jax.Array:
     """Latents ``[images, image_tokens, channels]`` f32, from noise to a picture.
 
     The state stays f32; the model sees it in its own dtype. With two rows of text per picture the velocity is
     guided as in diffusers' QwenImagePipeline: rescaled to the norm of the prompt's own, token by token.
+    table: the modulation of all the schedule's rows; None computes each step's in the step, from weights that
+    the parameters hold.
     """
     dtype = text.embeddings.dtype
     branches = text.lengths.shape[0] // latents.shape[0]
-    table = modulation(parameters, schedule.timesteps.astype(dtype), execution)
+    timesteps = schedule.timesteps.astype(dtype)
+
+    def modulation_at(index: jax.Array) -> Modulation:
+        if table is not None:
+            return table.at(index)
+        return modulation(parameters, jax.lax.dynamic_slice_in_dim(timesteps, index, 1), execution).at(0)
 
     def step(index: jax.Array, latents: jax.Array) -> jax.Array:
         rows = jnp.repeat(latents.astype(dtype), branches, axis=0)
         velocity = forward(
-            parameters, rows, text.embeddings, text.lengths, rope, table.at(index), execution
+            parameters, rows, text.embeddings, text.lengths, rope, modulation_at(index), execution
         ).astype(jnp.float32)
         if branches == 2:
             velocity = _guide(velocity[0::2], velocity[1::2], true_cfg_scale)

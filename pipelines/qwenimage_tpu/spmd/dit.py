@@ -20,7 +20,7 @@ import qwenimage_tpu_pallas as kernels
 from qwenimage_tpu_pallas.layouts import HEAD_DIM
 from qwenimage_tpu_pallas.softmax import LOG2_E, Softmax
 
-from .config import TIME_CHANNELS
+from .config import TIME_CHANNELS, is_modulation
 from .placement import DATA, MODEL
 
 Parameters = Mapping[str, jax.Array]
@@ -109,11 +109,10 @@ def linear(parameters: Parameters, name: str, x: jax.Array, *, summed: bool = Fa
     return (product.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
-def modulation(parameters: Parameters, timesteps: jax.Array, execution: Execution) -> Modulation:
-    """AdaLN's shifts, scales and gates of every block and step: they depend on the timestep alone.
+def time_embedding(parameters: Parameters, timesteps: jax.Array) -> jax.Array:
+    """What all modulation is computed from: ``[steps, channels]`` of ``[steps]`` in the model's dtype.
 
-    timesteps: ``[steps]`` in the model's dtype, from 1 (noise) to 0. Computed where the weights lie, and
-    gathered once.
+    timesteps: from 1 (noise) to 0.
     """
     half = TIME_CHANNELS // 2
     frequencies = jnp.exp(-math.log(10_000) * jnp.arange(half, dtype=jnp.float32) / half)
@@ -121,20 +120,24 @@ def modulation(parameters: Parameters, timesteps: jax.Array, execution: Executio
     embedding = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1).astype(timesteps.dtype)
     prefix = "time_text_embed.timestep_embedder"
     hidden = jax.nn.silu(linear(parameters, f"{prefix}.linear_1", embedding))
-    activated = jax.nn.silu(linear(parameters, f"{prefix}.linear_2", hidden))
+    return jax.nn.silu(linear(parameters, f"{prefix}.linear_2", hidden))
+
+
+def modulation(parameters: Parameters, timesteps: jax.Array, execution: Execution) -> Modulation:
+    """AdaLN's shifts, scales and gates of every block, from weights that the parameters hold.
+
+    timesteps: as of `time_embedding`. Computed where the weights lie, and gathered.
+    """
+    embedding = time_embedding(parameters, timesteps)
 
     def of_blocks(stream: str) -> jax.Array:
         names = ("weight", "bias")
-        stacked = {name: parameters[f"blocks.{stream}_mod.1.{name}"] for name in names}
-        _, rows = jax.lax.scan(
-            lambda _, layer: (None, linear({f"mod.{name}": layer[name] for name in names}, "mod", activated)),
-            None,
-            stacked,
-        )
-        return execution.constrain(rows, P(None, None, None))
+        stacked = {f"mod.{name}": parameters[f"blocks.{stream}_mod.1.{name}"] for name in names}
+        _, rows = jax.lax.scan(lambda _, layer: (None, linear(layer, "mod", embedding)), None, stacked)
+        return execution.constrain(rows, P())
 
-    final = linear(parameters, "norm_out.linear", activated)
-    return Modulation(of_blocks("img"), of_blocks("txt"), execution.constrain(final, P(None, None)))
+    final = linear(parameters, "norm_out.linear", embedding)
+    return Modulation(of_blocks("img"), of_blocks("txt"), execution.constrain(final, P()))
 
 
 def forward(
@@ -155,7 +158,11 @@ def forward(
     norm = execution.on_shards(kernels.rms_norm, (execution.rows, P(None)), execution.rows)
     text = linear(parameters, "txt_in", norm(text, parameters["txt_norm.weight"]))
     image = linear(parameters, "img_in", image)
-    blocks = {name: value for name, value in parameters.items() if name.startswith("blocks.")}
+    blocks = {
+        name: value
+        for name, value in parameters.items()
+        if name.startswith("blocks.") and not is_modulation(name)
+    }
 
     def block(streams: tuple[jax.Array, jax.Array], layer: Any) -> tuple[Any, None]:
         weights, image_modulation, text_modulation = layer

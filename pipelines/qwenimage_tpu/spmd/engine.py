@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,12 @@ from qwenimage_tpu.options import GenerateOptions
 from qwenimage_tpu.text_buckets import use_text_buckets
 from qwenimage_tpu_pallas.softmax import Softmax
 
-from .config import DiTConfig, parameter_shapes
+from .config import DiTConfig, is_modulation, parameter_shapes
 from .denoise import Schedule, Text, denoise
-from .dit import Execution
-from .placement import MODEL, RuleTable, make_mesh, partition_specs, shardings
+from .dit import Execution, Modulation, linear, time_embedding
+from .placement import MODEL, make_mesh, partition_specs, shardings
 from .rope import rope_tables
-from .weights import Checkpoint, load_parameters
+from .weights import Checkpoint, load_layer, load_parameters
 
 # Rows of the schedule's tables come in multiples of this, so that another number of steps compiles nothing.
 SCHEDULE_ROWS = 64
@@ -42,6 +43,9 @@ SCHEDULE_ROWS = 64
 
 class SpmdTransformer:
     """A transformer's weights on a mesh, and its denoising loop, compiled for each new shape.
+
+    The modulation's weights, a third of all, are not among them: what they make of a schedule's timesteps is
+    kept instead, until another schedule comes, and then they are read again, layer by layer.
 
     Attributes:
         config: of the model.
@@ -55,7 +59,6 @@ class SpmdTransformer:
         mesh: Mesh,
         dtype: Any,
         *,
-        table: RuleTable = "sharded",
         softmax: Softmax | None = None,
     ) -> None:
         """Read the weights, each device its own.
@@ -70,13 +73,13 @@ class SpmdTransformer:
             raise ValueError(
                 f"the mesh's model axis must divide the {heads} heads, but is {chips}; choose a divisor"
             )
-        checkpoint = Checkpoint(folder)
-        bound = kernels.checkpoint_logit_bound(checkpoint.norm_weights())
+        self._checkpoint = Checkpoint(folder)
+        bound = kernels.checkpoint_logit_bound(self._checkpoint.norm_weights())
         self.softmax: Softmax = softmax or kernels.choose_softmax(bound)
         kernels.check_softmax(self.softmax, bound)
-        specs = partition_specs(parameter_shapes(self.config), table, chips)
-        self._parameters = load_parameters(checkpoint, self.config, shardings(specs, mesh), dtype)
         self.mesh, self._dtype = mesh, dtype
+        self._parameters = self._load(lambda name: not is_modulation(name))
+        self._table: tuple[bytes, Modulation] | None = None
 
     def denoise(
         self,
@@ -93,10 +96,46 @@ class SpmdTransformer:
         text = jax.device_put(Text(text.embeddings.astype(self._dtype), text.lengths), split)
         latents, schedule, rope = jax.device_put((latents, schedule, rope), whole)
         scale = jnp.float32(true_cfg_scale)
-        return np.asarray(_denoise(self._parameters, latents, text, schedule, scale, rope, execution))
+        table = self._modulation(schedule.timesteps)
+        return np.asarray(_denoise(self._parameters, latents, text, schedule, scale, rope, table, execution))
+
+    def _modulation(self, timesteps: jax.Array) -> Modulation:
+        """Of all these timesteps; the last ones' is kept."""
+        key = np.asarray(timesteps).tobytes()
+        if self._table is None or self._table[0] != key:
+            self._table = None  # two would not fit where one does
+            self._table = key, self._read_modulation(timesteps.astype(self._dtype))
+        return self._table[1]
+
+    def _load(self, wanted: Callable[[str], bool]) -> dict[str, jax.Array]:
+        shapes = {name: shape for name, shape in parameter_shapes(self.config).items() if wanted(name)}
+        placed = shardings(partition_specs(shapes, "sharded", self.mesh.shape[MODEL]), self.mesh)
+        return load_parameters(self._checkpoint, self.config, placed, self._dtype)
+
+    def _read_modulation(self, timesteps: jax.Array) -> Modulation:
+        split, whole = NamedSharding(self.mesh, P(MODEL)), NamedSharding(self.mesh, P())
+        shared = self._load(lambda name: is_modulation(name) and not name.startswith("blocks."))
+        embedding = _time_embedding(shared, timesteps)
+
+        def of_blocks(stream: str) -> jax.Array:
+            rows: list[jax.Array] = []
+            for layer in range(self.config.layers):
+                weights = {
+                    f"mod.{part}": load_layer(
+                        self._checkpoint, f"blocks.{stream}_mod.1.{part}", layer, split, self._dtype
+                    )
+                    for part in ("weight", "bias")
+                }
+                rows.append(jax.device_put(_linear(weights, "mod", embedding), whole))
+            return jnp.stack(rows)
+
+        final = _linear(shared, "norm_out.linear", embedding)
+        return Modulation(of_blocks("img"), of_blocks("txt"), final)
 
 
 _denoise: Any = jax.jit(denoise, static_argnames="execution")
+_time_embedding: Any = jax.jit(time_embedding)
+_linear: Any = jax.jit(linear, static_argnums=1)
 
 
 def compiled_programs() -> int:

@@ -39,7 +39,7 @@ def largest_dimension(shape: tuple[int, ...], size: int) -> P:
 
 
 TABLES: dict[RuleTable, tuple[Rule, ...]] = {
-    # Tensor parallelism, and the modulation by its outputs: a third of all parameters.
+    # Tensor parallelism, and the modulation by its outputs, while a schedule's table is made of it.
     "sharded": (*TENSOR_PARALLEL, (r"blocks\.(img|txt)_mod\.1\.(weight|bias)", P(MODEL))),
     # diffusers' _tp_plan: it leaves the modulation whole on every chip.
     "stock": TENSOR_PARALLEL,

@@ -58,19 +58,30 @@ class Checkpoint:
 def load_parameters(
     checkpoint: Checkpoint, config: DiTConfig, shardings: Mapping[str, NamedSharding], dtype: Any
 ) -> dict[str, jax.Array]:
-    """All parameters, cast to `dtype`; those of the blocks stacked as `parameter_shapes` has them.
+    """The parameters that have a sharding, cast to `dtype`; those of the blocks stacked.
 
     Raises ValueError for a missing tensor and for one of another shape than the config says.
     """
     parameters: dict[str, jax.Array] = {}
-    for name, shape in parameter_shapes(config).items():
-        _check_shapes(checkpoint, name, shape)
+    shapes = parameter_shapes(config)
+    for name, sharding in shardings.items():
+        _check_shapes(checkpoint, name, shapes[name])
         parameters[name] = jax.make_array_from_callback(
-            shape,
-            shardings[name],
+            shapes[name],
+            sharding,
             lambda index, name=name: _read_shard(checkpoint, config, name, index, dtype),
         )
     return parameters
+
+
+def load_layer(
+    checkpoint: Checkpoint, name: str, layer: int, sharding: NamedSharding, dtype: Any
+) -> jax.Array:
+    """One layer's part of a stacked parameter. sharding: of that part. Raises ValueError if it is missing."""
+    source = _sources(name, layer + 1)[layer]
+    return jax.make_array_from_callback(
+        checkpoint.shape(source), sharding, lambda index: checkpoint.read(source, index or ()).astype(dtype)
+    )
 
 
 def _read_shard(checkpoint: Checkpoint, config: DiTConfig, name: str, index: Any, dtype: Any) -> np.ndarray:
