@@ -179,10 +179,33 @@ def test_a_known_scalar_decides():
     assert not execution.unknown
 
 
+GUARDED = """
+     0   :  { %p2_p0 = scmp.gt.f32.partialorder %s1_s0, 0.0 }
+   0x1   :  { %s3_s1 = smov (%p2_p0), 0  ;;  %s7_s4 = smov (!%p2_p0), 9 }
+   0x2   :  { %4 = sbr.rel (!%p2_p0) target = $region2 }
+   0x3   :  {} /* End region 1 */
+   0x4 LB: > { %s5_s2 = sphi %s3_s1, %s6_s3 } /* Start region 3 */
+   0x5   : > { %s6_s3 = sadd.s32 1, %s5_s2 }
+   0x6   : > { %p7_p1 = scmp.ge.s32.totalorder %s6_s3, 3 }
+   0x7   : > { %8 = sbr.rel (!%p7_p1) target = $region3 } /* End region 3 */
+   0x8   :  { %9 = vnop } /* Start/End empty region 2 */
+"""
+
+
+def test_a_region_is_entered_with_what_its_predicate_allowed():
+    """Its loop's counter was set before the branch, if the branch would not skip it."""
+    assert execute(parse_bundles(GUARDED)).counts == [1, 1, 1, 1, 3, 3, 3, 3, 1]
+    assert execute(parse_bundles(GUARDED), enter_unknown=False).counts == [1, 1, 1, 1, 0, 0, 0, 0, 1]
+
+
 def test_a_loop_that_depends_on_data_is_refused():
     text = SEPARATE.replace("sadd.s32 1, %s2_s0", "sld [smem:[#allocation3]]")
     with pytest.raises(ScheduleError, match="loop that ends in bundle 0x3 depends on data"):
         execute(parse_bundles(text))
+    # On several chips it waits for another one.
+    waiting = execute(parse_bundles(text), many_chips=True)
+    assert waiting.counts[1] == 1
+    assert 3 in waiting.unknown
 
 
 COPIES = """

@@ -12,8 +12,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
-from .bundles import Bundle, Instruction, Operand, ScheduleError, parse_bundles
+from .bundles import Branch, Bundle, Instruction, Operand, ScheduleError, parse_bundles
 
 DUMP = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt")
 TOP_LEVEL = "TLP"
@@ -127,6 +128,15 @@ class Traffic:
         self.written += GRANULE_BYTES * (granules or 0) * (destination == "hbm")
 
 
+class _Pending(NamedTuple):
+    """What a target gets if the unknown predicate of the instruction that set it turns out to allow it."""
+
+    target: str
+    clock: int
+    sense: bool
+    value: int | None
+
+
 class _Machine:
     """The scalar unit: the values that are known, and when each was set, and its memory (for spills)."""
 
@@ -136,6 +146,7 @@ class _Machine:
         self._values: dict[str, int | None] = {}
         self._set_at: dict[str, int] = {}
         self._memory: dict[int | None, int | None] = {}
+        self._pending: dict[str, list[_Pending]] = {}
         self._clock = 0
 
     def run(self, instructions: Iterable[Instruction]) -> None:
@@ -154,6 +165,11 @@ class _Machine:
                 continue
             self._values[instruction.target] = self._choose(instruction, allowed)
             self._set_at[instruction.target] = self._clock
+            self._pending.pop(instruction.target, None)
+            if allowed is None and instruction.predicate is not None:
+                name, sense = instruction.predicate
+                pending = _Pending(instruction.target, self._clock, sense, self._result(instruction))
+                self._pending.setdefault(name, []).append(pending)
 
     def _choose(self, instruction: Instruction, allowed: bool | None) -> int | None:
         if allowed is False and instruction.otherwise is not None:
@@ -174,6 +190,17 @@ class _Machine:
 
     def _read(self, operand: Operand) -> int | None:
         return operand % WORD if isinstance(operand, int) else self._values.get(operand)
+
+    def assume(self, branch: Branch | None, taken: bool) -> None:
+        """Let the branch's predicate be what its having been taken, or not, makes it, and what it allowed."""
+        if branch is None or branch.predicate is None:
+            return
+        name, sense = branch.predicate
+        self._values[name] = int(sense == taken)
+        for pending in self._pending.pop(name, ()):
+            latest = self._set_at[pending.target] == pending.clock
+            if latest and pending.sense == (sense == taken):
+                self._values[pending.target] = pending.value
 
     def holds(self, predicate: tuple[str, bool] | None) -> bool | None:
         if predicate is None:
@@ -235,6 +262,7 @@ def execute(
                     f"the loop that ends in bundle {at:#x} depends on data, so its length is unknown"
                 )
             taken = not (enter_unknown or backwards)
+            machine.assume(bundles[at].branch, taken)
         behind = _behind_delay(bundles, at)
         for bundle in bundles[at:behind]:
             machine.run(bundle.instructions)

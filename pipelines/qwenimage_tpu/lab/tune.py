@@ -125,7 +125,7 @@ def search(candidates: Sequence[Trial], results: Path, console: Console) -> dict
         Progress(console=console) as progress,
         concurrent.futures.ProcessPoolExecutor(os.cpu_count(), context, _prepare_worker) as pool,
     ):
-        running = {pool.submit(measure, trial): trial for trial in missing}
+        running = {pool.submit(_measure, trial): trial for trial in missing}
         try:
             finished = concurrent.futures.as_completed(running)
             for future in progress.track(finished, total=len(running), description="compiling"):
@@ -144,6 +144,14 @@ def _prepare_worker() -> None:
     """Leave Ctrl-C to the parent, and end a worker so that it ends its compiler and removes its files."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def _measure(trial: Trial) -> int | str:
+    """In a worker, which would take its next trial whatever this one raises."""
+    try:
+        return measure(trial)
+    except SystemExit as end:
+        os._exit(int(end.code or 0))
 
 
 def _read(results: Path) -> dict[str, int | str]:
