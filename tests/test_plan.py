@@ -3,10 +3,12 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -18,6 +20,7 @@ from qwenimage_tpu.options import parse_mesh
 from qwenimage_tpu.plan.collectives import Collective, read_collectives
 from qwenimage_tpu.plan.command import check_cases, plan_rows
 from qwenimage_tpu.plan.estimate import COLLECTIVES, REST, estimate, model_flops
+from qwenimage_tpu.plan.picture import draw
 from qwenimage_tpu.plan.program import CompiledPlan, PlanCase, compile_plan
 from qwenimage_tpu.plan.report import Row, print_report, recommend, to_json
 from qwenimage_tpu.plan.slices import Slice, ring_ways
@@ -92,10 +95,14 @@ def test_a_model_axis_is_a_compact_block_of_neighbours():
 
 
 HLO = """HloModule m
+%wrapped (p: f32[]) -> f32[] {
+  ROOT %all-reduce.9 = f32[100]{0} all-reduce(%p), replica_groups=[2,4]<=[8]
+}
 %body (p: f32[]) -> f32[] {
   %fusion.1 = bf16[8]{0} fusion(%p), kind=kLoop
   %all-reduce.1 = (bf16[1,4096,3072]{2:T(8)}, bf16[1,512,3072]{2}) all-reduce(%a), replica_groups=[2,4]<=[8]
   %all-reduce.2 = f32[4096]{0} all-reduce(%c), replica_groups={{0,4},{1,5},{2,6},{3,7}}, to_apply=%add
+  %async-start = ((f32[100]{0}), f32[100]{0}, u32[]) async-start(%p), calls=%wrapped
   %collective-permute-start = (f32[64]{0}, f32[64]{0}, u32[]{:S(2)}) collective-permute-start(%d)
 }
 ENTRY %main (p: f32[]) -> f32[] {
@@ -109,13 +116,14 @@ CALLS = {"fusion.1": 300, "all-reduce.1": 300, "all-reduce.2": 300, "copy.9": 1,
 
 def test_collectives_are_read_from_the_program():
     assert read_collectives(HLO, CALLS) == [
+        Collective("all-reduce.9", "all-reduce", 4, 400, 300),
         Collective("all-reduce.1", "all-reduce", 4, 4608 * 3072 * 2, 300),
         Collective("all-reduce.2", "all-reduce", 2, 4096 * 4, 300),
         Collective("collective-permute-start", "collective-permute", 2, 256, 300),
         Collective("all-gather", "all-gather", 4, 60 * 50 * 18432 * 2, 1),
         Collective("reduce-scatter", "reduce-scatter", 8, 4 * 8 * 2 * 8, 1),
     ]
-    with pytest.raises(ValueError, match=r"does not say how often all-reduce\.1 runs"):
+    with pytest.raises(ValueError, match=r"does not say how often all-reduce\.9 runs"):
         read_collectives(HLO, {"all-gather": 1})
     with pytest.raises(ValueError, match="unknown replica groups"):
         read_collectives(HLO.replace("[2,4]<=[8]", "?"), CALLS)
@@ -266,3 +274,11 @@ def test_meshes_that_are_none(text: str):
 
 def test_a_mesh():
     assert parse_mesh("2, 4") == (2, 4)
+
+
+def test_a_picture_of_the_parts(compiled: CompiledPlan, tmp_path: Path):
+    row = Row(compiled.case, dollars_per_hour=2.0, plan=compiled, estimate=estimate(compiled))
+    refused = Row(dataclasses.replace(compiled.case, data=4, model=1), 2.0, reason="it is too large")
+    draw([refused, row, row], tmp_path / "plan.png")
+    with Image.open(tmp_path / "plan.png") as image:
+        assert image.width == 850

@@ -312,12 +312,7 @@ def bench_attention_command(
     with _readable_errors():
         from rich.console import Console
 
-        from .request import check_report_path
-
-        for path in filter(None, (json_file, picture)):
-            check_report_path(path)
-        if json_file is not None and json_file == picture:
-            raise ValueError(f"the numbers and the picture need a file each, but both are {picture}")
+        _check_report_files(json_file, picture)
         from .lab.bench_attention import check_cases, run
 
         cases = check_cases(heads, image_tokens, text_tokens, generations or ["v6e"])
@@ -360,6 +355,9 @@ def plan_command(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything that was found.")
     ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw where the time goes, a .png or .svg file.")
+    ] = None,
 ) -> None:
     """Does QwenImage fit a slice of TPUs, how long does an image take, at what price: without the slice.
 
@@ -370,10 +368,8 @@ def plan_command(
         from rich.console import Console
 
         from .options import parse_mesh
-        from .request import check_report_path
 
-        if json_file is not None:
-            check_report_path(json_file)
+        _check_report_files(json_file, picture)
         chosen = [parse_mesh(mesh) for mesh in meshes] if meshes else None
         from .plan.command import check_cases, run
         from .plan.program import PlanCase
@@ -391,7 +387,7 @@ def plan_command(
             softmax=softmax,
         )
         cases = check_cases(topology, chosen, (height, width), template)
-        run(cases, price, Console(width=120), json_file)
+        run(cases, price, Console(width=120), json_file=json_file, picture=picture)
 
 
 @app.command("verify")
@@ -413,6 +409,15 @@ def verify_command(
         check_report_path(output)
         if not verify(output, emulated=emulated, kernel_repo=kernel_repo):
             raise typer.Exit(1)
+
+
+def _check_report_files(json_file: Path | None, picture: Path | None) -> None:
+    from .request import check_report_path
+
+    for path in filter(None, (json_file, picture)):
+        check_report_path(path)
+    if json_file is not None and json_file == picture:
+        raise ValueError(f"the numbers and the picture need a file each, but both are {picture}")
 
 
 @contextmanager

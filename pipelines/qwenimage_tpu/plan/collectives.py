@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -11,6 +11,7 @@ INSTRUCTION = re.compile(
     rf" (?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\(",
 )
 NAME = re.compile(r"^\s*(?:ROOT )?%([\w.-]+) = ", re.MULTILINE)
+HEADER = re.compile(r"^(?:ENTRY )?%([\w.-]+) \(.*\{$", re.MULTILINE)
 SHAPE = re.compile(r"\b(?P<dtype>pred|[a-z]+\d+\w*)\[(?P<dimensions>[\d,]*)\]")
 IOTA_GROUPS = re.compile(r"replica_groups=\[\d+,(\d+)\]")
 LISTED_GROUPS = re.compile(r"replica_groups=\{\{([\d,]+)\}")
@@ -48,19 +49,32 @@ def read_collectives(hlo: str, calls: Mapping[str, int]) -> list[Collective]:
     """All that the program runs.
 
     calls: how often it runs an instruction, by name. A collective that is no call itself runs as often as the
-    calls around it, in the same computation.
-    Raises ValueError for one in a computation without calls, or with groups of an unknown form.
+    calls around it, in the same computation, or as what calls that computation.
+    Raises ValueError for one of which nothing says how often it runs, or with groups of an unknown form.
     """
+    computations = re.split(r"^\}", hlo, flags=re.MULTILINE)
     found: list[Collective] = []
-    for computation in re.split(r"^\}", hlo, flags=re.MULTILINE):
-        counts = [calls[name] for name in NAME.findall(computation) if name in calls]
+    for computation in computations:
         for line in computation.splitlines():
             if match := INSTRUCTION.match(line):
-                name = match["name"]
-                if name not in calls and not counts:
-                    raise ValueError(f"the schedule does not say how often {name} runs")
-                found.append(_collective(match, line, calls.get(name) or max(counts)))
+                count = calls.get(match["name"]) or _count(computation, computations, calls)
+                if count is None:
+                    raise ValueError(f"the schedule does not say how often {match['name']} runs")
+                found.append(_collective(match, line, count))
     return found
+
+
+def _count(computation: str, computations: Sequence[str], calls: Mapping[str, int]) -> int | None:
+    """How often a computation runs: as its calls, or else as the first computation that refers to it."""
+    counts = [calls[name] for name in NAME.findall(computation) if name in calls]
+    if counts:
+        return max(counts)
+    header = HEADER.search(computation)
+    if header is None:
+        return None
+    reference = re.compile(rf"=%{re.escape(header[1])}\b(?![.\w-])")
+    callers = (other for other in computations if other is not computation and reference.search(other))
+    return next((count for caller in callers if (count := _count(caller, computations, calls))), None)
 
 
 def _collective(match: re.Match[str], line: str, calls: int) -> Collective:

@@ -8,11 +8,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
+from qwenimage_tpu.lab.attention_picture import check_picture
 from qwenimage_tpu.lab.attention_report import write_file
 from qwenimage_tpu.lab.bench_attention import installed_versions
 from qwenimage_tpu.options import TEXT_BUCKETS, check_size
 
 from .estimate import estimate
+from .picture import draw
 from .program import DoesNotFitError, PlanCase, compile_plan
 from .report import GIB, Row, print_report, to_json
 from .slices import Slice
@@ -71,12 +73,19 @@ def _row(case: PlanCase, dollars_per_chip_hour: float | None) -> Row:
 
 
 def run(
-    cases: Sequence[PlanCase], dollars_per_chip_hour: float | None, console: Console, json_file: Path | None
+    cases: Sequence[PlanCase],
+    dollars_per_chip_hour: float | None,
+    console: Console,
+    *,
+    json_file: Path | None,
+    picture: Path | None,
 ) -> None:
-    """Plan the cases, print the report, and write the file that is asked for.
+    """Plan the cases, print the report, and write the files that are asked for.
 
-    Raises ValueError for a price that is no price.
+    Raises ValueError for a price that is no price, and a picture of a format that cannot be drawn.
     """
+    if picture is not None:
+        check_picture(picture)
     if dollars_per_chip_hour is not None and not 0 < dollars_per_chip_hour < math.inf:
         raise ValueError(f"the price must be above 0 dollars, but is {dollars_per_chip_hour}")
     rows = plan_rows(cases, dollars_per_chip_hour)
@@ -84,3 +93,7 @@ def run(
     if json_file is not None:
         text = to_json(rows, installed_versions())
         write_file(json_file, lambda path: path.write_text(text))
+        console.print(f"wrote {json_file}")
+    if picture is not None:
+        write_file(picture, lambda path: draw(rows, path))
+        console.print(f"wrote {picture}")
