@@ -232,6 +232,13 @@ def test_copies_count_where_their_predicate_holds():
     assert execute(bundles, core=1).traffic == Traffic()
 
 
+def test_a_last_bundle_may_do_something():
+    bundles = parse_bundles(
+        COPIES.replace("PF:  {} /* exit", "PF:  { %9 = vsyncpa [#allocation7], 1 } /* exit")
+    )
+    assert execute(bundles, core=1).counts == [1] * 5 + [0] * 7 + [1]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

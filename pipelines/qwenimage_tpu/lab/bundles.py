@@ -8,7 +8,7 @@ BUNDLE = re.compile(r"^ *(?:0x)?[0-9a-f]+ +(?:[A-Z]{2})?: [ >]*\{", re.MULTILINE
 COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 START = re.compile(r"Start(?:/End empty)? region (\d+)")
 END = re.compile(r"End region (\d+)")
-EXIT = re.compile(r"^[^{]* PF: [ >]*\{\} /\* exit bundle")
+EXIT = re.compile(r"^[^{]* PF: [ >]*\{.*\} /\* exit bundle", re.DOTALL)
 # A large program calls what a small one has in line.
 CALL = re.compile(r"\b(?:inlined_)?call\b[^/]*/\* %?(\S+)")
 DEFINITION = re.compile(r"%([sp]\d+)_\w+ = (\S+) *(.*)", re.DOTALL)
