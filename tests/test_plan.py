@@ -19,7 +19,7 @@ from qwenimage_tpu.lab.schedule import Kernel, ProgramSchedule, Traffic
 from qwenimage_tpu.options import parse_mesh
 from qwenimage_tpu.plan.collectives import Collective, read_collectives
 from qwenimage_tpu.plan.command import check_cases, plan_rows
-from qwenimage_tpu.plan.estimate import COLLECTIVES, REST, estimate, model_flops
+from qwenimage_tpu.plan.estimate import COLLECTIVES, REST, estimate, model_flops, ring_bytes_per_second
 from qwenimage_tpu.plan.picture import draw
 from qwenimage_tpu.plan.program import CompiledPlan, PlanCase, compile_plan
 from qwenimage_tpu.plan.report import Row, print_report, recommend, to_json
@@ -161,6 +161,23 @@ def test_seconds_follow_from_cycles_bytes_and_links():
     # With little to send, a collective takes its own cycles.
     small = dataclasses.replace(collective, bytes=8)
     assert estimate(plan_of(kernels, [small])).parts[COLLECTIVES] == pytest.approx(3)
+
+
+@pytest.mark.parametrize(
+    ("topology", "model", "devices", "gigabytes"),
+    [
+        ("v6e:2x4", 4, 4, 200),
+        ("v6e:2x4", 4, 2, 100),
+        ("v6e:1x4", 4, 4, 100),
+        ("v5e:4x4", 8, 8, 100),
+        ("tpu7x:2x2x1", 4, 4, 100),
+        ("tpu7x:2x2x1", 8, 8, 200),
+    ],
+)
+def test_what_a_chip_sends_around_a_ring(topology: str, model: int, devices: int, gigabytes: int):
+    collective = Collective("all-reduce.1", "all-reduce", devices, 1, 1)
+    found = ring_bytes_per_second(Slice.parse(topology), model, collective)
+    assert found == pytest.approx(gigabytes * 1e9)
 
 
 def test_compute_is_not_faster_than_the_published_peak():

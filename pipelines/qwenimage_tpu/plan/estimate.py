@@ -97,12 +97,13 @@ def kernel_seconds(kernel: Kernel, where: Slice) -> float:
 def ring_bytes_per_second(where: Slice, model: int, collective: Collective) -> float:
     """What a chip can send around the ring of a collective's chips.
 
-    Those of a model axis are a compact block; others are taken for a line.
+    Those of a model axis are a compact block; others are taken for a line. A ring that passes through both
+    devices of a tpu7x chip crosses to the next chip once in each direction, as one over single devices does.
     """
     chips = -(-collective.chips // where.chip.devices)
     block = compact_block(where.grid, chips) if collective.chips == model else None
     ways = 1 if block is None else ring_ways(where, block)
-    return ways * where.chip.link_bytes_per_second / (collective.chips / chips)
+    return ways * where.chip.link_bytes_per_second
 
 
 def model_flops(case: PlanCase) -> float:
