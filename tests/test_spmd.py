@@ -1,6 +1,8 @@
 """The JAX engine on virtual CPU devices: against diffusers' torch model, with the same weights."""
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from qwenimage_tpu import generate as torch_engine
+from qwenimage_tpu.cli import app
 from qwenimage_tpu.options import GenerateOptions
 from qwenimage_tpu.spmd import engine
 from qwenimage_tpu.spmd.config import DiTConfig, parameter_shapes
@@ -203,3 +207,16 @@ def test_checkpoints_that_do_not_fit(folder: Path, tmp_path: Path):
     save_file(weights | {"img_in.bias": removed[:-1].clone()}, file)
     with pytest.raises(ValueError, match=r"img_in\.bias must have the shape \(512,\).*but has \(511,\)"):
         load_parameters(Checkpoint(tmp_path), config, placed, np.float32)
+
+
+def test_the_command_paints_the_same_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # The command adds to it, in this process too late.
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+    arguments = ["--demo", "--engine", "jax", "--mesh", "2,2", "--steps", "3", "--compare"]
+    result = CliRunner().invoke(app, ["generate", *arguments, "-o", str(tmp_path / "star.png"), "a red star"])
+    assert result.exit_code == 0, result.output
+    assert "variant jax on a mesh of 2 x 2" in result.stdout
+    latents = re.search(r"latents by max\|a-b\|/max\|b\| = (\S+)", result.stdout)
+    assert latents is not None
+    assert float(latents[1]) < TOLERANCE
+    assert (tmp_path / "star.png").is_file()
