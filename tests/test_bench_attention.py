@@ -35,12 +35,12 @@ from qwenimage_tpu.lab.attention_report import (
     from_json,
     print_report,
     to_json,
-    write_file,
 )
 from qwenimage_tpu.lab.bench_attention import bench_attention, check_cases
 from qwenimage_tpu.lab.bundles import ScheduleError
 from qwenimage_tpu.lab.compiled_program import ExaminedProgram, examine_program
 from qwenimage_tpu.lab.kernel_details import allocated_vmem, find_hot_region
+from qwenimage_tpu.lab.results import write_file
 from qwenimage_tpu_pallas.shapes import JointShape
 
 GRID = 16

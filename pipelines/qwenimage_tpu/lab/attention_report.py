@@ -2,10 +2,8 @@
 
 import dataclasses
 import json
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -118,18 +116,6 @@ def _result(fields: dict[str, Any]) -> Result:
         measured["hot_region"] = HotRegion(**measured["hot_region"])
         fields["measured"] = Measured(**measured)
     return Result(**fields)
-
-
-def write_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill the file at `path`: complete or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # The ending stays, as it may decide the format.
-    unfinished = path.with_name(f".{os.getpid()}.{path.name}")
-    try:
-        write(unfinished)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def print_report(report: AttentionReport, console: Console) -> None:

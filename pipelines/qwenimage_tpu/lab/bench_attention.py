@@ -7,7 +7,6 @@ cycles counts. The call starts from and ends at row-major `[1, tokens, heads * 1
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 import re
 import statistics
 import time
@@ -26,12 +25,12 @@ from .ahead_of_time import CLOCK_HZ, TOPOLOGIES
 from .attention_contenders import AttentionCase, Candidate, Contender, all_contenders
 from .attention_floor import matmul_floor
 from .attention_picture import check_picture, draw
-from .attention_report import AttentionReport, Measured, Result, print_report, to_json, write_file
+from .attention_report import AttentionReport, Measured, Result, print_report, to_json
 from .compiled_program import examine_program
 from .hardware import CORES, DEVICE_KINDS, HBM_BYTES_PER_SECOND
 from .program import Program
+from .results import installed_versions, write_file
 
-PACKAGES = ("jax", "libtpu", "torch", "torch-tpu", "tokamax")
 REPEATS = 20
 NAMES_ERROR = re.compile(r"^[\w.]*Error\b|[A-Z]{4,}_[A-Z]{4,}|INTERNAL|UNIMPLEMENTED")
 
@@ -87,17 +86,6 @@ def run(
     if picture is not None:
         write_file(picture, lambda path: draw(reports, path))
         console.print(f"wrote {picture}")
-
-
-def installed_versions() -> dict[str, str]:
-    """Of the packages that decide the results, those that are there."""
-    versions: dict[str, str] = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 class _Compiler:

@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from qwenimage_tpu.lab.attention_picture import check_picture
-from qwenimage_tpu.lab.attention_report import write_file
-from qwenimage_tpu.lab.bench_attention import installed_versions
+from qwenimage_tpu.lab.results import installed_versions, write_file
 from qwenimage_tpu.options import TEXT_BUCKETS, check_size
 
 from .estimate import estimate
