@@ -46,7 +46,7 @@ TINY = DiTConfig(layers=2, heads=4, text_channels=128)
 )
 def test_slices(topology: str, chips: int, devices: int):
     parsed = Slice.parse(topology)
-    assert (str(parsed), parsed.chips, parsed.devices) == (topology, chips, devices)
+    assert (parsed.chips, parsed.devices) == (chips, devices)
 
 
 @pytest.mark.parametrize("topology", ["v6e", "v9:2x4", "v6e:2", "v6e:0x4", "v6e:2x4x", "2x4"])
@@ -210,18 +210,8 @@ def test_weights_of_a_device():
 
 @pytest.fixture(scope="module")
 def compiled() -> CompiledPlan:
-    case = PlanCase(
-        topology="v6e:2x2",
-        data=2,
-        model=2,
-        image_tokens=128,
-        text_tokens=128,
-        images=1,
-        guided=True,
-        steps=3,
-        config=TINY,
-    )
-    return compile_plan(case)
+    tiny: dict[str, Any] = {"image_tokens": 128, "text_tokens": 128, "steps": 3, "config": TINY}
+    return compile_plan(dataclasses.replace(CASE, topology="v6e:2x2", model=2, **tiny))
 
 
 def test_a_compiled_program(compiled: CompiledPlan):

@@ -1,5 +1,6 @@
 """Compile a program with the TPU's own compiler, and read its memory and its schedule."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -37,6 +38,16 @@ class Memory:
     outputs: int
     temporaries: int
     code: int
+
+    @classmethod
+    def of(cls, stats: Any) -> "Memory":
+        """From XLA's own record of a compiled program."""
+        return cls(
+            arguments=stats.argument_size_in_bytes,
+            outputs=stats.output_size_in_bytes,
+            temporaries=stats.temp_size_in_bytes,
+            code=stats.generated_code_size_in_bytes,
+        )
 
 
 @dataclass(frozen=True)
@@ -93,6 +104,27 @@ def _read(folder: Path, topology: str, *, enter_unknown: bool) -> CompiledProgra
     return CompiledProgram(topology, memory, schedule)
 
 
+def run_compiler(module: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a module in a process of its own, in which the compiler's dumps go to the folder's `DUMPS`.
+
+    module: gets the folder, and then the arguments.
+    Raises CompilerKilledError if something else ends it; what it raises itself is in the result.
+    """
+    flags = DUMP_FLAGS.format(folder=folder / DUMPS)
+    # Without the emulated device, whose library would be taken for the compiler's.
+    inherited = {name: value for name, value in os.environ.items() if name != "TPU_LIBRARY_PATH"}
+    environment = inherited | WITHOUT_TPU
+    environment["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()
+    command = [sys.executable, "-m", module, str(folder), *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode < 0:
+        raise CompilerKilledError(
+            f"the compiler was killed by signal {-result.returncode}, so nothing is known of this"
+            " program; it takes 2 GB of memory, more for a large one: free some, and try again"
+        )
+    return result
+
+
 @contextmanager
 def _compiled(program: Program, topology: str) -> Generator[Path]:
     """A temporary folder with what the compiler wrote: hundreds of megabytes for a large program."""
@@ -100,23 +132,7 @@ def _compiled(program: Program, topology: str) -> Generator[Path]:
         folder = Path(name)
         (folder / CODE).write_bytes(program.code)
         (folder / OPTIONS).write_bytes(program.options)
-        flags = DUMP_FLAGS.format(folder=folder / DUMPS)
-        # Without the emulated device, whose library would be taken for the compiler's.
-        inherited = {name: value for name, value in os.environ.items() if name != "TPU_LIBRARY_PATH"}
-        environment = inherited | WITHOUT_TPU
-        environment["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()
-        result = subprocess.run(
-            [sys.executable, "-m", __name__, name, topology],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if result.returncode < 0:
-            raise CompilerKilledError(
-                f"the compiler was killed by signal {-result.returncode}, so nothing is known of this"
-                " program; it takes 2 GB of memory, more for a large one: free some, and try again"
-            )
+        result = run_compiler(__name__, folder, topology)
         if result.returncode:
             raise RuntimeError(
                 f"the program does not compile for {topology}:\n{result.stderr.strip()[-2000:]}"
@@ -138,14 +154,8 @@ def _compile(folder: Path, topology: str) -> None:
         hlo.register_dialect(context)
         module = hlo.deserialize_portable_artifact(context, (folder / CODE).read_bytes())
         executable = device.client.compile(module, xla_client.DeviceList((device,)), options)
-    stats = executable.get_compiled_memory_stats()
-    memory = {
-        "arguments": stats.argument_size_in_bytes,
-        "outputs": stats.output_size_in_bytes,
-        "temporaries": stats.temp_size_in_bytes,
-        "code": stats.generated_code_size_in_bytes,
-    }
-    (folder / MEMORY).write_text(json.dumps(memory))
+    memory = Memory.of(executable.get_compiled_memory_stats())
+    (folder / MEMORY).write_text(json.dumps(dataclasses.asdict(memory)))
 
 
 if __name__ == "__main__":

@@ -58,7 +58,6 @@ def estimate(plan: CompiledPlan) -> Estimate:
     """The prediction for a compiled case."""
     where = plan.case.slice
     clock = CLOCK_HZ[where.generation]
-    collectives = {collective.name: collective for collective in plan.collectives}
     parts: dict[str, float] = dict.fromkeys([*OURS, REST, COLLECTIVES], 0.0)
     cycles: dict[str, int] = dict.fromkeys(parts, 0)
     parts[REST] = plan.schedule.top_level / clock
@@ -66,7 +65,7 @@ def estimate(plan: CompiledPlan) -> Estimate:
     for kernel in plan.schedule.kernels:
         kind = kind_of(kernel.name)
         cycles[kind] += kernel.calls * kernel.cycles
-        if kernel.name not in collectives:
+        if kind != COLLECTIVES:
             parts[kind] += kernel.calls * kernel_seconds(kernel, where)
     scheduled = {kernel.name: kernel.cycles / clock for kernel in plan.schedule.kernels}
     for collective in plan.collectives:

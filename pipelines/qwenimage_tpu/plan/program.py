@@ -3,9 +3,7 @@
 import dataclasses
 import json
 import math
-import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -13,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qwenimage_tpu.environment import WITHOUT_TPU
-from qwenimage_tpu.lab.compiled_program import DUMP_FLAGS, Memory
+from qwenimage_tpu.lab.compiled_program import DUMPS, Memory, run_compiler
 from qwenimage_tpu.lab.hardware import CORES
 from qwenimage_tpu.lab.schedule import ProgramSchedule, ScheduleError, read_schedule
 from qwenimage_tpu.spmd.config import DiTConfig, is_modulation, parameter_shapes
@@ -24,7 +21,7 @@ from qwenimage_tpu_pallas.softmax import Softmax
 from .collectives import Collective, read_collectives
 from .slices import Slice
 
-CASE, RESULT, HLO, DUMPS = "case.json", "result.json", "program.hlo", "dumps"
+CASE, RESULT, HLO = "case.json", "result.json", "program.hlo"
 OUT_OF_MEMORY = re.compile(r"Ran out of memory in memory space hbm.*?Used (\S+) of (\S+) hbm", re.DOTALL)
 BF16_BYTES = 2
 
@@ -96,8 +93,8 @@ class CompiledPlan:
 def compile_plan(case: PlanCase) -> CompiledPlan:
     """Compile all layers and steps of the case for its slice.
 
-    Raises DoesNotFitError, RuntimeError with the compiler's message for anything else that it refuses, and
-    ScheduleError if its dumps cannot be read.
+    Raises DoesNotFitError, CompilerKilledError, RuntimeError with the compiler's message for anything else that
+    it refuses, and ScheduleError if its dumps cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="qwenimage-tpu-") as name:
         folder = Path(name)
@@ -114,11 +111,7 @@ def compile_plan(case: PlanCase) -> CompiledPlan:
 
 
 def _run(folder: Path, topology: str) -> None:
-    inherited = {name: value for name, value in os.environ.items() if name != "TPU_LIBRARY_PATH"}
-    flags = DUMP_FLAGS.format(folder=folder / DUMPS)
-    environment = inherited | WITHOUT_TPU | {"LIBTPU_INIT_ARGS": flags}
-    command = [sys.executable, "-m", __name__, str(folder)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    result = run_compiler(__name__, folder)
     if result.returncode == 0:
         return
     if match := OUT_OF_MEMORY.search(result.stderr):
@@ -151,13 +144,7 @@ def _compile(folder: Path) -> None:
     start = time.perf_counter()
     compiled = lower_denoise(case, devices).compile()
     seconds = time.perf_counter() - start
-    stats: Any = compiled.memory_analysis()
-    memory = {
-        "arguments": stats.argument_size_in_bytes,
-        "outputs": stats.output_size_in_bytes,
-        "temporaries": stats.temp_size_in_bytes,
-        "code": stats.generated_code_size_in_bytes,
-    }
+    memory = dataclasses.asdict(Memory.of(compiled.memory_analysis()))
     (folder / HLO).write_text(compiled.as_text() or "")
     (folder / RESULT).write_text(json.dumps({"memory": memory, "compile_seconds": seconds}))
 

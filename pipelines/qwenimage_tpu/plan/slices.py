@@ -58,9 +58,6 @@ class Slice:
             raise ValueError(f"every dimension of a grid must be at least 1, but is {match['grid']}")
         return cls(match["generation"], grid)
 
-    def __str__(self) -> str:
-        return f"{self.generation}:{'x'.join(map(str, self.grid))}"
-
     @property
     def chip(self) -> Generation:
         return GENERATIONS[self.generation]

@@ -27,7 +27,7 @@ from qwenimage_tpu.generate import (
 )
 from qwenimage_tpu.loading import load_pipeline, transformer_folder
 from qwenimage_tpu.options import GenerateOptions
-from qwenimage_tpu.text_buckets import use_text_buckets
+from qwenimage_tpu.text_buckets import undo_text_buckets, use_text_buckets
 from qwenimage_tpu_pallas.softmax import Softmax
 
 from .config import DiTConfig, is_modulation, parameter_shapes
@@ -185,7 +185,10 @@ def generate(engine: JaxEngine, options: GenerateOptions, watch: Stopwatch | Non
     watch = watch or Stopwatch()
     with watch.stage("text encoding"):
         use_text_buckets(pipe, options.buckets)
-        encoded = encode_text(pipe, options)
+        try:
+            encoded = encode_text(pipe, options)
+        finally:
+            undo_text_buckets(pipe)
     with watch.stage("denoising"):
         noise: torch.Tensor = pipe.prepare_latents(
             options.image_count,
