@@ -93,8 +93,8 @@ class CompiledPlan:
 def compile_plan(case: PlanCase) -> CompiledPlan:
     """Compile all layers and steps of the case for its slice.
 
-    Raises DoesNotFitError, CompilerKilledError, RuntimeError with the compiler's message for anything else that
-    it refuses, and ScheduleError if its dumps cannot be read.
+    Raises DoesNotFitError, CompilerKilledError, RuntimeError with the compiler's message for anything else
+    that it refuses, and ScheduleError if its dumps cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="qwenimage-tpu-") as name:
         folder = Path(name)
