@@ -102,7 +102,7 @@ def test_a_contact_sheet(tmp_path: Path):
         (["--demo", "--true-cfg-scale", "1", "--negative-prompt", "blur"], "raise true_cfg_scale or leave"),
         (["--demo", "--no-kernels", "--compare"], "--compare needs the kernels, but --no-kernels was given"),
         (["--demo", "--no-kernels", "--kernel-repo", "x/y"], "--kernel-repo needs the kernels"),
-        (["--demo", "--mesh", "2,2"], "--mesh needs --engine jax, but the engine is torch"),
+        (["--demo", "--mesh", "2,2"], "--mesh needs a process per device"),
         (["--demo", "--engine", "jax", "--mesh", "8"], "a mesh is two positive numbers, DATA,MODEL"),
         (["--demo", "--engine", "jax", "--no-kernels"], "--no-kernels needs --engine torch"),
         (["--demo", "--engine", "jax", "--kernel-repo", "x/y"], "--kernel-repo needs --engine torch"),

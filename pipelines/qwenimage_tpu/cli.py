@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from .options import RuleTableName, SoftmaxName
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 # RuntimeErrors of ours that say what the user can do; named, so that none need be imported.
-USER_ERRORS = ("KernelLoadError", "EmulatorError", "CompilerKilledError")
+USER_ERRORS = ("KernelLoadError", "EmulatorError", "CompilerKilledError", "ProcessFailedError")
 
 app = typer.Typer(
     name="qwenimage-tpu",
@@ -72,14 +73,14 @@ def generate_command(
     ] = "cpu",
     engine: Annotated[
         Literal["torch", "jax"],
-        typer.Option(help="What denoises: diffusers on one chip, or one JAX program on a mesh of chips."),
+        typer.Option(help="What denoises: diffusers, or one JAX program on a mesh of chips."),
     ] = "torch",
     mesh: Annotated[
         str | None,
         typer.Option(
             metavar="DATA,MODEL",
-            help="With --engine jax, as in 2,4: devices for the branches or pictures, and"
-            " for each one's model. On a CPU they are virtual.",
+            help="As in 2,4: devices for the branches or pictures, and for each one's model. With --engine"
+            " jax they are virtual on a CPU; otherwise `launch` starts a process for each.",
         ),
     ] = None,
     compilation: Annotated[
@@ -155,7 +156,7 @@ def generate_command(
             compare=compare,
             contact_sheet=contact_sheet,
         )
-        if request.mesh is not None and request.device == "cpu":
+        if request.mesh is not None and request.engine == "jax" and request.device == "cpu":
             environment.use_virtual_devices(math.prod(request.mesh))
         # The user's mistakes are known by now, so that they do not wait for torch.
         started = time.perf_counter()
@@ -169,6 +170,33 @@ def _compile_mode(compilation: str, device: str) -> Literal["blocks", "full"] | 
     if compilation == "auto":
         return "blocks" if environment.choose_device(device) == "tpu" else None
     return None if compilation == "none" else cast(Literal["blocks", "full"], compilation)
+
+
+@app.command("launch", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def launch_command(
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="generate ...", help="A generate command with all its options.")
+    ],
+    processes: Annotated[
+        int, typer.Option("--nproc", min=1, help="How many: one per TPU chip, or any number on a CPU.")
+    ],
+) -> None:
+    """Run generate in several processes that share the transformer, as in launch --nproc 8 generate PROMPT.
+
+    Its --mesh says how. The first process's failure ends all.
+    """
+    environment.configure()
+    with _readable_errors():
+        if arguments[0] != "generate":
+            raise ValueError(f"only generate can be launched, but the command is {arguments[0]!r}")
+        # Mistakes in its options are one message here, not one from each process.
+        typer.main.get_group(app).commands["generate"].make_context("generate", arguments[1:])
+        if environment.process_count() > 1:
+            raise ValueError("this process was launched by another launcher; call one of the two")
+        with _status("loading torch"):
+            from .parallel.launch import launch
+
+        launch(processes, arguments)
 
 
 @app.command("doctor")
@@ -422,20 +450,36 @@ def _check_report_files(json_file: Path | None, picture: Path | None) -> None:
 
 @contextmanager
 def _readable_errors() -> Generator[None]:
-    """Turn the user's mistakes into one red message without a traceback, and Ctrl-C into exit code 130."""
+    """Turn the user's mistakes into one red message without a traceback, and Ctrl-C into exit code 130.
+
+    In a launched process the launcher gets the message, and prints that of the first to fail.
+    """
     try:
         yield
     except KeyboardInterrupt:
-        _print_error("interrupted")
+        if environment.ERROR_FILE not in os.environ:
+            _print_error("interrupted")
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    except (ValueError, NotImplementedError, FloatingPointError, OSError) as error:
-        _print_error(str(error))
-        raise typer.Exit(EXIT_USER_ERROR) from None
-    except RuntimeError as error:
-        if type(error).__name__ not in USER_ERRORS:
+    except Exception as error:
+        if environment.ERROR_FILE in os.environ:
+            _report_to_launcher(error)
+        elif _is_users(error):
+            _print_error(str(error))
+        else:
             raise
-        _print_error(str(error))
         raise typer.Exit(EXIT_USER_ERROR) from None
+
+
+def _is_users(error: Exception) -> bool:
+    """Whether the message alone helps."""
+    kinds = (ValueError, NotImplementedError, FloatingPointError, OSError)
+    return isinstance(error, kinds) or type(error).__name__ in USER_ERRORS
+
+
+def _report_to_launcher(error: Exception) -> None:
+    from .parallel.launch import report_failure
+
+    report_failure(str(error) if _is_users(error) else "".join(traceback.format_exception(error)))
 
 
 @contextmanager
@@ -455,8 +499,10 @@ def _print_error(message: str) -> None:
 
 def main() -> None:
     """The console script's entry point."""
-    # So that a terminated command, too, ends its processes and removes its temporary files.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # So that a terminated command, too, ends its processes and removes its temporary files. A launched one
+    # has none, and must end in the middle of a collective.
+    if environment.ERROR_FILE not in os.environ:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     app()
 
 

@@ -5,6 +5,8 @@ import re
 import tempfile
 from pathlib import Path
 
+# Where torch's launcher lets each of its processes say why it failed.
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 COMPILE_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "JAX_COMPILATION_CACHE_DIR")
 # Without a TPU: jax must not wait for one, libtpu must not ask the metadata server of a cloud machine nor
 # complain that it does not know its host, several processes may use its compiler at once, and
@@ -37,6 +39,16 @@ def choose_device(device: str) -> str:
     if device != "auto":
         return device
     return "tpu" if has_tpu() else "cpu"
+
+
+def process_count() -> int:
+    """How many processes a launcher started for this run; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_leader() -> bool:
+    """Whether this process is the first of its run, which speaks for all."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def use_compile_cache(folder: Path) -> None:

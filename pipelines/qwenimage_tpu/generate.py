@@ -91,8 +91,9 @@ def prepared(
             cleanup.callback(patch.undo)
             used = UsedKernels(loaded.repo, loaded.build_id, loaded.variant, patch.softmax)
         if options.compile is not None:
-            enable_tpu_compile(pipe, mode=options.compile)
-            cleanup.callback(disable_tpu_compile, pipe)
+            models = [name for name in ("transformer", "vae") if getattr(pipe, name) is not None]
+            enable_tpu_compile(pipe, models, mode=options.compile)
+            cleanup.callback(disable_tpu_compile, pipe, models)
         with static_shapes(pipe, options.buckets):
             yield used
 
@@ -128,28 +129,13 @@ def run(
     watch = watch or Stopwatch()
     with watch.stage("text encoding"):
         text = encode_text(pipe, options)
-    monitor = _DenoisingMonitor(options.steps, on_step)
-    # diffusers annotates its optional arguments as if they were required.
-    arguments: dict[str, Any] = {
-        **text,
-        "true_cfg_scale": options.true_cfg_scale,
-        "height": options.height,
-        "width": options.width,
-        "num_inference_steps": options.steps,
-        "generator": seeded_generators(options.seed, options.image_count),
-        "max_sequence_length": max(options.buckets),
-        "callback_on_step_end": monitor,
-    }
-    start = time.perf_counter()
-    output: Any = pipe(**arguments)
-    watch.seconds["denoising"] = monitor.finished - start
-    watch.seconds["decoding"] = time.perf_counter() - monitor.finished
-    if not monitor.latents.isfinite().all():
-        raise FloatingPointError(
-            "the model's latents are not finite, so there is no picture; try --dtype float32, or --no-kernels"
-            " to see whether the kernels are to blame"
-        )
-    return GenerateResult(output.images, monitor.latents, watch.seconds, used, options)
+    with watch.stage("denoising"):
+        latents = denoise(pipe, options, text, on_step)
+        on_cpu = latents.to("cpu", torch.float32, copy=True)  # waits for the device
+    check_finite(on_cpu)
+    with watch.stage("decoding"):
+        images = decode(pipe, latents, options)
+    return GenerateResult(images, on_cpu, watch.seconds, used, options)
 
 
 def check_model(pipe: QwenImagePipeline, options: GenerateOptions) -> None:
@@ -184,27 +170,57 @@ def encode_text(pipe: QwenImagePipeline, options: GenerateOptions) -> dict[str, 
     return arguments
 
 
-class _DenoisingMonitor:
-    """The pipeline's step callback: reports progress, and notes the end of denoising and its latents.
+def denoise(
+    pipe: QwenImagePipeline,
+    options: GenerateOptions,
+    text: dict[str, torch.Tensor],
+    on_step: OnStep | None = None,
+) -> torch.Tensor:
+    """The last latents [images, image tokens, channels], on the pipeline's device, of `encode_text`'s result.
 
-    Copying the last latents to the CPU waits for the device, so that denoising and decoding are timed
-    apart; before the last step nothing is read from the device.
+    Nothing is read from the device.
     """
 
-    latents: torch.Tensor
-    finished: float
-
-    def __init__(self, steps: int, on_step: OnStep | None) -> None:
-        self._steps = steps
-        self._on_step = on_step
-
-    def __call__(
-        self, _pipe: QwenImagePipeline, step: int, _timestep: torch.Tensor, tensors: dict[str, Any]
-    ) -> dict[str, Any]:
-        done = step + 1
-        if done == self._steps:
-            self.latents = tensors["latents"].to("cpu", torch.float32, copy=True)
-            self.finished = time.perf_counter()
-        if self._on_step is not None:
-            self._on_step(done)
+    def report(_pipe: Any, step: int, _timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if on_step is not None:
+            on_step(step + 1)
         return tensors
+
+    # diffusers annotates its optional arguments as if they were required.
+    arguments: dict[str, Any] = {
+        **text,
+        "true_cfg_scale": options.true_cfg_scale,
+        "height": options.height,
+        "width": options.width,
+        "num_inference_steps": options.steps,
+        "generator": seeded_generators(options.seed, options.image_count),
+        "max_sequence_length": max(options.buckets),
+        "callback_on_step_end": report,
+        "output_type": "latent",
+    }
+    output: Any = pipe(**arguments)
+    return output.images
+
+
+def check_finite(latents: torch.Tensor) -> None:
+    """Raise FloatingPointError if the latents hold an infinity or a NaN."""
+    if not latents.isfinite().all():
+        raise FloatingPointError(
+            "the model's latents are not finite, so there is no picture; try --dtype float32, or --no-kernels"
+            " to see whether the kernels are to blame"
+        )
+
+
+@torch.no_grad()
+def decode(pipe: QwenImagePipeline, latents: torch.Tensor, options: GenerateOptions) -> list[Image.Image]:
+    """Pictures of latents [images, image tokens, channels], as the pipeline's own last part makes them."""
+    vae: Any = pipe.vae
+    unpack: Any = pipe._unpack_latents  # pyright: ignore[reportPrivateUsage]
+    unpacked = unpack(latents, options.height, options.width, pipe.vae_scale_factor).to(vae.dtype)
+    mean, deviation = (
+        torch.tensor(values).view(1, -1, 1, 1, 1).to(unpacked)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    pixels = vae.decode(unpacked * deviation + mean, return_dict=False)[0][:, :, 0]
+    postprocess: Any = pipe.image_processor.postprocess
+    return postprocess(pixels, output_type="pil")

@@ -10,10 +10,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .comparison import compare
 from .compilation import watch_compilations
+from .environment import is_leader, process_count
 from .generate import GenerateResult, OnStep, Stopwatch, generate
 from .kernel_loader import load_kernels
 from .loading import load_pipeline, move_pipeline
-from .options import GenerateOptions
+from .options import GenerateOptions, choose_mesh
 from .pictures import save_contact_sheet, save_images
 from .request import Request
 
@@ -22,10 +23,11 @@ Paint = Callable[[GenerateOptions, str, Stopwatch], GenerateResult]
 
 def run(request: Request, import_seconds: float) -> None:
     """Make the pictures, print where they are and how long each stage took. Raises what its parts raise."""
-    console = Console()
+    # Of several processes one speaks.
+    console = Console(quiet=not is_leader())
     options = request.options
     watch = Stopwatch({"imports": import_seconds})
-    paint = (_load_jax if request.engine == "jax" else _load_torch)(request, watch)
+    paint = _load(request, watch)
     if options.guided and options.negative_prompt is None:
         negative_prompt = options.used_negative_prompt
         _say(
@@ -37,7 +39,9 @@ def run(request: Request, import_seconds: float) -> None:
     if options.compile:
         _say(console, f"compiled: {compilations}")
     model = "demo" if request.model is None else request.model
-    if request.contact_sheet:
+    if not is_leader():
+        paths = []
+    elif request.contact_sheet:
         paths = [save_contact_sheet(result, request.output, model)]
     else:
         paths = save_images(result, request.output, model)
@@ -49,7 +53,14 @@ def run(request: Request, import_seconds: float) -> None:
         if request.engine == "jax":
             paint = _load_torch(request, Stopwatch())
         stock = paint(replace(options, kernels=False, softmax=None), "denoising without kernels", Stopwatch())
-        _say(console, f"with and without kernels: {compare(result, stock)}")
+        if is_leader():
+            _say(console, f"with and without kernels: {compare(result, stock)}")
+
+
+def _load(request: Request, watch: Stopwatch) -> Paint:
+    if request.engine == "jax":
+        return _load_jax(request, watch)
+    return _load_torch(request, watch) if process_count() == 1 else _load_parallel(request, watch)
 
 
 def _load_torch(request: Request, watch: Stopwatch) -> Paint:
@@ -65,6 +76,22 @@ def _load_torch(request: Request, watch: Stopwatch) -> Paint:
     def paint(options: GenerateOptions, label: str, watch: Stopwatch) -> GenerateResult:
         with _progress_bar(label, options.steps) as on_step:
             return generate(pipe, options, on_step, watch)
+
+    return paint
+
+
+def _load_parallel(request: Request, watch: Stopwatch) -> Paint:
+    from .parallel import engine
+
+    mesh = request.mesh or choose_mesh(request.options, process_count())
+    with watch.stage("load"):
+        parallel = engine.load_parallel(
+            request.model, request.demo, getattr(torch, request.dtype), request.device, mesh
+        )
+
+    def paint(options: GenerateOptions, label: str, watch: Stopwatch) -> GenerateResult:
+        with _progress_bar(label, options.steps) as on_step:
+            return engine.generate(parallel, options, on_step, watch)
 
     return paint
 
@@ -88,7 +115,7 @@ def _load_jax(request: Request, watch: Stopwatch) -> Paint:
 @contextmanager
 def _progress_bar(label: str, steps: int) -> Generator[OnStep]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=Console(stderr=True, quiet=not is_leader())) as progress:
         task = progress.add_task(label, total=steps)
         yield lambda done: progress.update(task, completed=done)
 

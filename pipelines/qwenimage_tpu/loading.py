@@ -3,7 +3,7 @@
 import contextlib
 import importlib
 import json
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from . import emulator
-from .environment import has_tpu
+from .environment import has_tpu, is_leader
 from .request import INDEX_FILE, check_local_model, check_model_choice
 
 PIPELINE_CLASS = "QwenImagePipeline"
@@ -25,28 +25,29 @@ DEMO_MODEL = Path(__file__).parent / "painting" / "model"
 
 
 def load_pipeline(
-    model: str | None, demo: bool, dtype: torch.dtype, *, transformer: bool = True
+    model: str | None, demo: bool, dtype: torch.dtype, *, without: Sequence[str] = ()
 ) -> QwenImagePipeline:
     """Load on the CPU, with diffusers' own progress bars off.
 
     model: a local folder as `save_pretrained` writes it, or a Hub id like "Qwen/Qwen-Image"; None with
-    `demo`, which is the tiny model that paints coloured shapes. transformer: False leaves it out.
+    `demo`, which is the tiny model that paints coloured shapes. without: names of components to leave out.
     Raises ValueError if not exactly one of the two is given or if the model is of another pipeline class,
     OSError if the folder or the Hub model cannot be read.
     """
     check_model_choice(model, demo)
     path = str(DEMO_MODEL) if model is None else model
     _check_pipeline_class(path)
-    with contextlib.nullcontext() if model else _no_progress_bars():
-        without: dict[str, Any] = {} if transformer else {"transformer": None}
-        pipe = QwenImagePipeline.from_pretrained(path, dtype=dtype, **without)
+    # Loading the demo takes no time that a bar could show, and of several processes one shows it.
+    with contextlib.nullcontext() if model and is_leader() else no_progress_bars():
+        left_out: dict[str, Any] = dict.fromkeys(without)
+        pipe = QwenImagePipeline.from_pretrained(path, dtype=dtype, **left_out)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
 @contextlib.contextmanager
-def _no_progress_bars() -> Generator[None]:
-    """Loading the demo takes no time that a bar could show."""
+def no_progress_bars() -> Generator[None]:
+    """Keep diffusers and transformers from drawing any inside."""
     libraries = (diffusers.utils.logging, transformers.utils.logging)
     shown = [library.is_progress_bar_enabled() for library in libraries]
     for library in libraries:

@@ -100,6 +100,15 @@ class GenerateOptions:
         return TEXT_BUCKETS if self.text_bucket is None else (self.text_bucket,)
 
 
+def choose_mesh(options: GenerateOptions, devices: int) -> tuple[int, int]:
+    """Data and model axis: the branches of true CFG, or two pictures, get half of the devices each, if that
+    can be.
+    """
+    rows = options.image_count * (2 if options.guided else 1)
+    data = 2 if rows % 2 == 0 and devices % 2 == 0 else 1
+    return data, devices // data
+
+
 def parse_mesh(text: str) -> tuple[int, int]:
     """The two sizes of a mesh such as "2,4". Raises ValueError for anything else."""
     sizes = [part.strip() for part in text.split(",")]

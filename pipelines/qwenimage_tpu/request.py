@@ -1,10 +1,12 @@
 """The command line of `generate` as one value, checked before anything heavy is imported."""
 
+import math
 import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from .environment import process_count
 from .options import GenerateOptions
 
 INDEX_FILE = "model_index.json"
@@ -51,10 +53,22 @@ class Request:
             )
 
     def _check_engine(self) -> None:
+        processes = process_count()
         if self.engine == "torch":
-            if self.mesh is not None:
-                raise ValueError("--mesh needs --engine jax, but the engine is torch; leave one of them out")
+            if self.mesh is not None and processes == 1:
+                raise ValueError(
+                    "--mesh needs a process per device, as in qwenimage-tpu launch --nproc"
+                    f" {math.prod(self.mesh)} generate ..., or --engine jax"
+                )
+            if processes > 1 and self.text_encoder_device == "tpu":
+                raise ValueError(
+                    "--text-encoder-device tpu is not possible in launched processes; leave it out"
+                )
             return
+        if processes > 1:
+            raise ValueError(
+                "--engine jax runs all devices from one process; call generate without the launcher"
+            )
         flags = {
             "--no-kernels": not self.options.kernels,
             "--kernel-repo": self.options.kernel_repo is not None,

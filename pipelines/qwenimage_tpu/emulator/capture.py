@@ -14,15 +14,13 @@ from .device import plain_attention
 from .monitor import captured_programs
 from .shim import EmulatorError
 
-TPU_KERNEL = b"tpu_custom_call"
-
 
 def capture(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:
     """The program of one call, compiled as a whole with torch.compile's backend "tpu" and static shapes.
 
     function: a module or function. args, kwargs: its inputs, tensors on the `tpu` device; their values do
-    not matter. Pallas kernels and torch-tpu's own attention kernel are in the program as on a TPU; then the
-    CPU cannot run it, and need not.
+    not matter. Pallas kernels and torch-tpu's own attention kernel are in the program as on a TPU. It is
+    neither compiled for the CPU nor run.
     Raises EmulatorError if nothing was compiled, and what the call itself raises.
     """
     torch.compiler.reset()
@@ -36,13 +34,11 @@ def capture(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:
                 compiled(*args, **kwargs)
             except Exception as error:
                 failure = error
-        programs = sorted(Path(folder).glob("*.mlir"), key=lambda path: path.stat().st_size)
+        programs = list(Path(folder).glob("*.mlir"))
         if not programs:
-            raise EmulatorError("the call compiled no program, so there is none to capture") from failure
-        code = programs[-1].read_bytes()
-        if failure is not None and TPU_KERNEL not in code:
-            raise failure
-        return Program(code, programs[-1].with_suffix(".options").read_bytes())
+            raise failure or EmulatorError("the call compiled no program, so there is none to capture")
+        (program,) = programs
+        return Program(program.read_bytes(), program.with_suffix(".options").read_bytes())
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def read_counts() -> Counts:
 
 @contextmanager
 def captured_programs(folder: Path) -> Generator[None]:
-    """Write every program that is compiled inside to `folder`, also when the CPU then cannot compile it.
+    """Write every program that is to be compiled inside to `folder`, and fail to compile it.
 
     <number>.mlir is a StableHLO portable artifact, <number>.options a serialized xla.CompileOptionsProto.
     """

@@ -64,7 +64,7 @@ struct plugin_attributes { size_t struct_size; void *extensions; const struct na
 struct client_create { size_t struct_size; void *extensions; const void *options; size_t option_count; };
 struct program { size_t struct_size; void *extensions; const char *code; size_t code_size; };
 struct client_compile {
-  size_t struct_size; void *extensions; void *client; const struct program *program; const char *options;
+  size_t struct_size; void *extensions; void *client; struct program *program; const char *options;
   size_t options_size;
 };
 struct from_host {
@@ -114,7 +114,7 @@ static void count(_Atomic int64_t *calls, _Atomic int64_t *bytes, int64_t size) 
 
 static char capture_folder[MAX_PATH];
 
-// Programs compiled from now on are written to this folder; an empty path ends it.
+// Programs to compile from now on are written to this folder instead; an empty path ends it.
 EXPORT void emulator_capture(const char *folder) {
   snprintf(capture_folder, sizeof capture_folder, "%s", folder);
 }
@@ -205,6 +205,8 @@ static error_t *client_compile(void *pointer) {
   if (capture_folder[0]) {
     write_file(number, "mlir", arguments->program->code, arguments->program->code_size);
     write_file(number, "options", arguments->options, arguments->options_size);
+    // A program without code is what the CPU plugin refuses with an error of its own.
+    arguments->program->code_size = 0;
   }
   return cpu->functions[CLIENT_COMPILE](pointer);
 }

@@ -21,12 +21,14 @@ from qwenimage_tpu.generate import (
     GenerateResult,
     Stopwatch,
     UsedKernels,
+    check_finite,
     check_model,
+    decode,
     encode_text,
     seeded_generators,
 )
 from qwenimage_tpu.loading import load_pipeline, transformer_folder
-from qwenimage_tpu.options import GenerateOptions
+from qwenimage_tpu.options import GenerateOptions, choose_mesh
 from qwenimage_tpu.text_buckets import undo_text_buckets, use_text_buckets
 from qwenimage_tpu_pallas.softmax import Softmax
 
@@ -163,12 +165,9 @@ def load_engine(
     mesh: None gives the two branches of true CFG, or two pictures, half of the devices each, if that can be.
     Raises what loading raises, and ValueError for a mesh that the devices or the model do not allow.
     """
-    pipe = load_pipeline(model, demo, dtype, transformer=False)
+    pipe = load_pipeline(model, demo, dtype, without=("transformer",))
     devices = jax.devices()
-    if mesh is None:
-        rows = options.image_count * (2 if options.guided else 1)
-        data = 2 if rows % 2 == 0 and len(devices) % 2 == 0 else 1
-        mesh = (data, len(devices) // data)
+    mesh = mesh or choose_mesh(options, len(devices))
     placed = make_mesh(devices[: math.prod(mesh)], *mesh)
     folder = transformer_folder(model)
     jax_dtype = jnp.bfloat16 if dtype == torch.bfloat16 else np.float32
@@ -207,12 +206,9 @@ def generate(engine: JaxEngine, options: GenerateOptions, watch: Stopwatch | Non
             options.true_cfg_scale,
             _token_grid(pipe, options),
         )
-    if not np.isfinite(latents).all():
-        raise FloatingPointError(
-            "the model's latents are not finite, so there is no picture; try --dtype float32"
-        )
+    result = torch.from_numpy(latents.copy())
+    check_finite(result)
     with watch.stage("decoding"):
-        result = torch.from_numpy(latents.copy())
         images = decode(pipe, result, options)
     return GenerateResult(images, result, watch.seconds, _used_kernels(transformer), options)
 
@@ -270,17 +266,3 @@ def _schedule(pipe: QwenImagePipeline, steps: int, image_tokens: int) -> Schedul
         jnp.asarray(np.pad(pipe.scheduler.sigmas.numpy(), (0, rows - steps))),
         jnp.int32(steps),
     )
-
-
-@torch.no_grad()
-def decode(pipe: QwenImagePipeline, latents: torch.Tensor, options: GenerateOptions) -> Any:
-    """PIL images of latents ``[images, tokens, channels]``, as the pipeline's own last part makes them."""
-    vae: Any = pipe.vae
-    unpack: Any = pipe._unpack_latents  # pyright: ignore[reportPrivateUsage]
-    unpacked = unpack(latents, options.height, options.width, pipe.vae_scale_factor).to(vae.dtype)
-    mean, deviation = (
-        torch.tensor(values).view(1, -1, 1, 1, 1).to(vae.dtype)
-        for values in (vae.config.latents_mean, vae.config.latents_std)
-    )
-    pixels = vae.decode(unpacked * deviation + mean, return_dict=False)[0][:, :, 0]
-    return pipe.image_processor.postprocess(pixels, output_type="pil")

@@ -1,0 +1,107 @@
+"""Pictures from a pipeline whose transformer is spread over the processes of a mesh."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers import QwenImagePipeline
+from torch.distributed.device_mesh import DeviceMesh
+
+from qwenimage_tpu.environment import is_leader
+from qwenimage_tpu.generate import (
+    GenerateResult,
+    OnStep,
+    Stopwatch,
+    check_finite,
+    check_model,
+    decode,
+    denoise,
+    encode_text,
+    prepared,
+)
+from qwenimage_tpu.loading import load_pipeline, no_progress_bars, transformer_folder
+from qwenimage_tpu.options import GenerateOptions
+
+from .data_axis import DataParallelTransformer
+from .modulation import ModulationTable, fill_with_schedule
+from .processes import DATA, MODEL, broadcast, start_mesh
+from .transformer import load_transformer
+
+# Only the first process encodes texts and decodes latents.
+LEADERS_PARTS = ("text_encoder", "tokenizer", "vae")
+
+
+@dataclass(frozen=True)
+class ParallelPipeline:
+    """pipe: with this process's part of the transformer; the first process alone has the other models."""
+
+    pipe: QwenImagePipeline
+    mesh: DeviceMesh
+
+
+def load_parallel(
+    model: str | None,
+    demo: bool,
+    dtype: torch.dtype,
+    device: str,
+    mesh: tuple[int, int],
+) -> ParallelPipeline:
+    """As `loading.load_pipeline`, in every process of a mesh of (data, model) devices, "cpu" or "tpu".
+
+    Raises what loading raises, and ValueError for a mesh that the processes or the model do not allow.
+    """
+    devices = start_mesh(*mesh, device)
+    without = ("transformer",) if is_leader() else ("transformer", *LEADERS_PARTS)
+    pipe = load_pipeline(model, demo, dtype, without=without)
+    with no_progress_bars() if demo or not is_leader() else nullcontext():
+        pipe.transformer = load_transformer(transformer_folder(model), devices[MODEL], dtype)
+    pipe.vae_scale_factor = broadcast(pipe.vae_scale_factor)
+    if is_leader():
+        pipe.vae.to(device)
+    return ParallelPipeline(pipe, devices)
+
+
+def generate(
+    parallel: ParallelPipeline,
+    options: GenerateOptions,
+    on_step: OnStep | None = None,
+    watch: Stopwatch | None = None,
+) -> GenerateResult:
+    """As `qwenimage_tpu.generate.generate`, called by all processes alike; only the first gets pictures."""
+    pipe, mesh = parallel.pipe, parallel.mesh
+    check_model(pipe, options)
+    watch = watch or Stopwatch()
+    with prepared(pipe, options, watch) as used:
+        with watch.stage("text encoding"):
+            text = broadcast(encode_text(pipe, options) if is_leader() else None)
+        with watch.stage("denoising"):
+            latents = _denoise(pipe, options, text, on_step, mesh)
+            on_cpu = latents.to("cpu", torch.float32, copy=True)
+        check_finite(on_cpu)
+        with watch.stage("decoding"):
+            images = decode(pipe, latents, options) if is_leader() else []
+    return GenerateResult(images, on_cpu, watch.seconds, used, options)
+
+
+def _denoise(
+    pipe: QwenImagePipeline,
+    options: GenerateOptions,
+    text: dict[str, torch.Tensor],
+    on_step: OnStep | None,
+    mesh: DeviceMesh,
+) -> torch.Tensor:
+    transformer: Any = pipe.transformer
+    text = {name: part.to(mesh.device_type) for name, part in text.items()}
+    negative = None
+    if options.guided:
+        negative = text["negative_prompt_embeds"], text["negative_prompt_embeds_mask"]
+    table = ModulationTable(transformer)
+    fill_with_schedule(table, pipe.scheduler)
+    if mesh[DATA].size() > 1:
+        pipe.transformer = DataParallelTransformer(transformer, mesh[DATA], negative)
+    try:
+        return denoise(pipe, options, text, on_step)
+    finally:
+        pipe.transformer = transformer
+        table.undo()

@@ -1,0 +1,108 @@
+"""The modulation's table, in one process: a transformer that looks it up says what it said before."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, QwenImageTransformer2DModel
+
+from qwenimage_tpu.generate import attach_kernels
+from qwenimage_tpu.kernel_loader import load_kernels
+from qwenimage_tpu.parallel.modulation import ROWS, ModulationTable, fill_with_schedule
+
+GRID, TEXT_TOKENS = (4, 6), 12
+
+
+def call(transformer: Any, *timesteps: float) -> torch.Tensor:
+    """On inputs from a seed, with the pipeline's own arithmetic on the scheduler's timesteps."""
+    generator = torch.Generator().manual_seed(0)
+    rows = len(timesteps)
+    with torch.no_grad():
+        return transformer(
+            hidden_states=torch.randn(rows, GRID[0] * GRID[1], 64, generator=generator),
+            encoder_hidden_states=torch.randn(rows, TEXT_TOKENS, 128, generator=generator),
+            encoder_hidden_states_mask=torch.ones(rows, TEXT_TOKENS, dtype=torch.bool),
+            timestep=torch.tensor(timesteps).to(transformer.dtype) / 1000,
+            img_shapes=[[(1, *GRID)]] * rows,
+            return_dict=False,
+        )[0]
+
+
+def small(**config: Any) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return QwenImageTransformer2DModel(
+            num_layers=2, num_attention_heads=2, joint_attention_dim=128, **config
+        )
+
+
+def scalars(*timesteps: float) -> list[torch.Tensor]:
+    return list(torch.tensor(timesteps))
+
+
+@pytest.mark.parametrize("zero_cond_t", [False, True])
+def test_looked_up_is_computed(zero_cond_t: bool):
+    transformer = small(zero_cond_t=zero_cond_t)
+    expected = call(transformer, 1000.0, 321.5)
+    table = ModulationTable(transformer)
+    table.fill(scalars(1000.0, 700.0, 321.5))
+    torch.testing.assert_close(call(transformer, 1000.0, 321.5), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_patched_with_kernels_before_and_after(pipe: QwenImagePipeline):
+    duplicate = copy.deepcopy(pipe.transformer)
+    expected = call(duplicate, 500.0)
+    parts: Any = pipe.components | {"transformer": duplicate}
+    copied, kernels = QwenImagePipeline(**parts), load_kernels()
+    patch = attach_kernels(copied, kernels)
+    table = ModulationTable(duplicate)
+    table.fill(scalars(500.0))
+    torch.testing.assert_close(call(duplicate, 500.0), expected, atol=1e-4, rtol=1e-4)
+    patch.undo()
+    patch = attach_kernels(copied, kernels)
+    torch.testing.assert_close(call(duplicate, 500.0), expected, atol=1e-4, rtol=1e-4)
+    table.undo()
+    patch.undo()
+    assert torch.equal(call(duplicate, 500.0), expected)
+
+
+@pytest.mark.parametrize("steps", [1, ROWS - 2, ROWS - 1, ROWS])
+def test_an_unknown_timestep_is_not_a_number(steps: int):
+    transformer = small()
+    table = ModulationTable(transformer)
+    known = [float(step + 1) for step in range(steps)]
+    table.fill(scalars(*known))
+    assert len(transformer.norm_out.silu.table) % ROWS == 0
+    found = call(transformer, known[-1], 999.5)
+    assert found[0].isfinite().all()
+    assert found[1].isnan().all()
+
+
+def test_undone_it_is_the_same_model():
+    transformer = small()
+    names, expected = set(transformer.state_dict()), call(transformer, 250.0)
+    table = ModulationTable(transformer)
+    table.fill(scalars(100.0))
+    assert set(transformer.state_dict()) == names
+    table.undo()
+    assert torch.equal(call(transformer, 250.0), expected)
+    assert not [name for name, _ in transformer.named_buffers() if name.endswith("table")]
+    ModulationTable(transformer).undo()  # never filled
+
+
+def test_a_scheduler_fills_the_table_again():
+    transformer = small().to(torch.bfloat16)
+    scheduler: Any = FlowMatchEulerDiscreteScheduler()
+    table = ModulationTable(transformer)
+    fill_with_schedule(table, scheduler)
+    for steps in (3, 5):
+        scheduler.set_timesteps(steps)
+        keys = transformer.time_text_embed.table
+        assert torch.equal(keys[1 : steps + 1], scheduler.timesteps.to(torch.bfloat16) / 1000)
+        assert keys[steps + 1 :].isnan().all()
+
+
+def test_layered_models_are_refused():
+    with pytest.raises(NotImplementedError, match="use_additional_t_cond"):
+        ModulationTable(small(use_additional_t_cond=True))
