@@ -1,8 +1,8 @@
 """One of several processes that paint together: python -m torch.distributed.run ... this CASES RESULTS.
 
-CASES is a JSON list of {"model", "mesh", "options", "compiled"}; the first process writes each case's latents
-and pictures, in order, to RESULTS. compiled: the transformer's blocks as one graph, which a second run with
-another number of steps must not compile again.
+CASES is a JSON list of {"model", "mesh", "options", "compiled", "split_text"}; the first process writes each
+case's latents and pictures, in order, to RESULTS. compiled: if not 0, the transformer's blocks are
+compiled into so many programs, and nothing is for another number of steps.
 """
 
 import json
@@ -28,7 +28,14 @@ def main(cases: Path, results: Path) -> None:
     for index, case in enumerate(json.loads(cases.read_text())):
         options = GenerateOptions(**case["options"] | {"prompts": tuple(case["options"]["prompts"])})
         model: str | None = case["model"]
-        parallel = engine.load_parallel(model, model is None, torch.float32, "cpu", tuple(case["mesh"]))
+        parallel = engine.load_parallel(
+            model,
+            model is None,
+            torch.float32,
+            "cpu",
+            tuple(case["mesh"]),
+            split_text=case["split_text"],
+        )
         if case["compiled"]:
             enable_tpu_compile(parallel.pipe, "transformer", backend="aot_eager")
         with watch_compilations() as compilations:
@@ -36,7 +43,7 @@ def main(cases: Path, results: Path) -> None:
         if case["compiled"]:
             with watch_compilations() as again:
                 engine.generate(parallel, replace(options, steps=options.steps + 1))
-            assert (compilations.programs, again.programs) == (1, 0)
+            assert (compilations.programs, again.programs) == (case["compiled"], 0)
         if environment.is_leader():
             found[f"latents {index}"] = result.latents.numpy()
             found[f"pictures {index}"] = np.stack([np.asarray(image) for image in result.images])

@@ -1,5 +1,6 @@
 """The torch pipeline over several processes on gloo: the same pictures as from one process."""
 
+import copy
 import json
 import re
 import shutil
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
+from transformers import Qwen2_5_VLForConditionalGeneration
 from typer.testing import CliRunner
 
 from qwenimage_tpu.cli import app
@@ -40,12 +42,13 @@ WORDY = GenerateOptions(
 
 @dataclass(frozen=True)
 class Case:
-    """model: a folder, or None for the demo's. mesh: of processes. compiled: as in parallel_worker.py."""
+    """model: a folder, or None for the demo's. mesh: of processes. The others are parallel_worker.py's."""
 
     model: str | None
     mesh: tuple[int, int]
     options: GenerateOptions
-    compiled: bool = False
+    compiled: int = 0
+    split_text: bool = False
 
 
 def run_processes(count: int, script: str, *arguments: Path) -> None:
@@ -83,13 +86,17 @@ def check(case: Case, found: tuple[np.ndarray, np.ndarray]) -> None:
 
 @pytest.fixture(scope="module")
 def four_heads(pipe: QwenImagePipeline, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A pipeline whose transformer four devices can share."""
+    """A pipeline whose transformer and text encoder four devices can share."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         transformer = QwenImageTransformer2DModel(
             num_layers=2, num_attention_heads=4, joint_attention_dim=128
         )
-    parts: Any = pipe.components | {"transformer": transformer}
+        config: Any = copy.deepcopy(pipe.text_encoder.config)
+        config.text_config.num_attention_heads = config.text_config.num_key_value_heads = 4
+        config.text_config.rope_parameters["mrope_section"] = [4, 6, 6]
+        text_encoder = Qwen2_5_VLForConditionalGeneration(config)
+    parts: Any = pipe.components | {"transformer": transformer, "text_encoder": text_encoder}
     folder = tmp_path_factory.mktemp("four heads")
     QwenImagePipeline(**parts).save_pretrained(folder)
     return str(folder)
@@ -105,7 +112,7 @@ def test_four_processes(four_heads: str, tmp_path: Path):
     unguided = replace(WORDY, true_cfg_scale=1.0, negative_prompt=None, kernels=False)
     cases = [
         Case(None, (2, 2), DEMO),
-        Case(four_heads, (1, 4), WORDY, compiled=True),
+        Case(four_heads, (1, 4), WORDY, compiled=2, split_text=True),
         Case(four_heads, (4, 1), unguided),
     ]
     check_all(cases, tmp_path)

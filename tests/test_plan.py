@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,19 @@ from qwenimage_tpu.lab.ahead_of_time import CLOCK_HZ
 from qwenimage_tpu.lab.compiled_program import Memory
 from qwenimage_tpu.lab.schedule import Kernel, ProgramSchedule, Traffic
 from qwenimage_tpu.options import parse_mesh
+from qwenimage_tpu.plan import stages
 from qwenimage_tpu.plan.collectives import Collective, read_collectives
 from qwenimage_tpu.plan.command import check_cases, plan_rows
-from qwenimage_tpu.plan.estimate import COLLECTIVES, REST, estimate, model_flops, ring_bytes_per_second
+from qwenimage_tpu.plan.estimate import (
+    COLLECTIVES,
+    DECODING,
+    REST,
+    TEXT,
+    estimate,
+    model_flops,
+    ring_bytes_per_second,
+    text_encoder_ways,
+)
 from qwenimage_tpu.plan.picture import draw
 from qwenimage_tpu.plan.program import CompiledPlan, PlanCase, compile_plan
 from qwenimage_tpu.plan.report import Row, print_report, recommend, to_json
@@ -143,6 +154,14 @@ def plan_of(kernels: list[Kernel], collectives: list[Collective], **changes: Any
     return CompiledPlan(case, Memory(1, 2, 3, 4), schedule, tuple(collectives), 1.0)
 
 
+@pytest.fixture
+def stage_times(monkeypatch: pytest.MonkeyPatch):
+    """A text layer takes a second per token on 4 devices, decoding half a second per pixel."""
+    table = {"v6e": {"text_layer_per_token": {"4": 1.0}, "decoding_per_pixel": 0.5}}
+    monkeypatch.setattr(stages, "_table", lambda: table)
+
+
+@pytest.mark.usefixtures("stage_times")
 def test_seconds_follow_from_cycles_bytes_and_links():
     clock, second = CLOCK_HZ["v6e"], int(1640e9)
     kernels = [
@@ -154,9 +173,21 @@ def test_seconds_follow_from_cycles_bytes_and_links():
     # 4 of 8 chips are a ring of 2 x 2, over which a chip sends 200 GB/s: 150 GB.
     collective = Collective("all-reduce.1", "all-reduce", 4, int(1600e9), 3)
     found = estimate(plan_of(kernels, [collective]))
-    expected = {"attention": 10, "QK norm and RoPE": 10, "norms and modulation": 0, REST: 2, COLLECTIVES: 36}
+    # Two texts of 128 tokens behind the template's 34; each of 28 layers sums their activations twice.
+    text = 2 * 162 * 28 + 2 * 28 * 2 * (1.5 * 162 * 3584 * 2) / 200e9
+    decoding = 16 * 256 * 0.5
+    expected = {
+        "attention": 10,
+        "QK norm and RoPE": 10,
+        "norms and modulation": 0,
+        REST: 2,
+        COLLECTIVES: 36,
+        TEXT: text,
+        DECODING: decoding,
+    }
     assert found.parts == pytest.approx(expected)
-    assert (found.seconds, found.overlapped_seconds) == pytest.approx((58, 36))
+    assert found.seconds == pytest.approx(58 + text + decoding)
+    assert found.overlapped_seconds == pytest.approx(22 + text + decoding)
     assert found.seconds == pytest.approx(sum(found.parts.values()))
     # With little to send, a collective takes its own cycles.
     small = dataclasses.replace(collective, bytes=8)
@@ -182,7 +213,8 @@ def test_what_a_chip_sends_around_a_ring(topology: str, model: int, devices: int
 
 def test_compute_is_not_faster_than_the_published_peak():
     found = estimate(plan_of([Kernel("fusion.1", 1, 1)], []))
-    assert found.compute == pytest.approx(found.flops / (8 * 918e12))
+    denoising = found.compute - found.parts[TEXT] - found.parts[DECODING]
+    assert denoising == pytest.approx(found.flops / (8 * 918e12))
 
 
 def test_flops_of_the_model():
@@ -236,9 +268,47 @@ def test_report_and_json(compiled: CompiledPlan, capsys: pytest.CaptureFixture[s
     assert "4 x 1: does not fit, it is too large" in printed
     assert "recommended: --mesh 2,2" in printed
     assert "predictions" in printed
+    numbers = re.search(r"GiB on a device: (.*); sum ([\d.]+) of 32", " ".join(printed.split()))
+    assert numbers is not None
+    parts = [float(number) for number in re.findall(r"[\d.]+\d", numbers[1])]
+    assert sum(parts) == pytest.approx(float(numbers[2]), abs=0.03)
     _, record = json.loads(to_json([refused, row], {"jax": "1"}))["meshes"]
     assert record["predicted_seconds"] == pytest.approx(sum(record["estimate"]["parts"].values()))
     assert record["images_per_dollar"] == pytest.approx(3600 / record["predicted_seconds"] / 2)
+
+
+def test_the_text_encoder_goes_where_it_fits():
+    """27 GB in all: 13 GiB in the layers, 1 GiB of embeddings."""
+    assert stages.TEXT_ENCODER.weight_bytes(1) == pytest.approx(14.1e9, rel=0.01)
+    assert stages.TEXT_ENCODER.weight_bytes(4) == pytest.approx(13.05e9 / 4 + 1.09e9, rel=0.01)
+    plan = plan_of([], [])
+    gib = 2**30
+
+    def ways(used: int, **changes: Any) -> int | None:
+        case = dataclasses.replace(plan.case, **changes)
+        return text_encoder_ways(dataclasses.replace(plan, case=case, memory=Memory(used * gib, 0, 0, 0)))
+
+    assert ways(25) == 4
+    assert ways(26) is None
+    assert ways(1, data=1, model=8) is None  # four key and value heads do not divide over eight
+    assert ways(16, data=8, model=1) == 1
+    assert ways(17, data=8, model=1) is None
+
+
+def test_several_batches_end_in_a_throughput_table(
+    compiled: CompiledPlan, capsys: pytest.CaptureFixture[str]
+):
+    rows = [
+        Row(
+            dataclasses.replace(compiled.case, images=images), 2.0, plan=compiled, estimate=estimate(compiled)
+        )
+        for images in (1, 4)
+    ]
+    print_report(rows, Console(width=160))
+    printed = capsys.readouterr().out
+    assert "throughput, each with its best mesh" in printed
+    ratio = rows[1].images_per_dollar / rows[0].images_per_dollar
+    assert ratio == pytest.approx(4)
 
 
 def test_weights_that_do_not_fit_are_not_compiled():
@@ -252,6 +322,8 @@ def test_cases_of_a_slice():
     cases = check_cases("v6e:2x4", None, (1024, 512), CASE)
     assert [(case.data, case.model) for case in cases] == [(1, 8), (2, 4), (4, 2), (8, 1)]
     assert {case.image_tokens for case in cases} == {2048}
+    several = check_cases("v6e:2x4", [(8, 1)], (1024, 512), CASE, (1, 8))
+    assert [(case.images, case.data) for case in several] == [(1, 8), (8, 8)]
 
 
 @pytest.mark.parametrize(

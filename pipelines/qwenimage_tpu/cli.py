@@ -371,7 +371,10 @@ def plan_command(
     text_tokens: Annotated[int, typer.Option(help="The text bucket: 128, 256, 512 or 1024.")] = 512,
     steps: Annotated[int, typer.Option(help="Denoising steps.")] = 50,
     cfg: Annotated[bool, typer.Option(help="True CFG: two forwards per step.")] = True,
-    images: Annotated[int, typer.Option("--batch", help="Images that are made at once.")] = 1,
+    batches: Annotated[
+        list[int] | None,
+        typer.Option("--batch", help="Images that are made at once; repeat it for several; 1."),
+    ] = None,
     table: Annotated[
         RuleTableName,
         typer.Option("--placement", help="Of the weights: ours, diffusers' plan, or the PyTorch/XLA port's."),
@@ -408,13 +411,13 @@ def plan_command(
             model=1,
             image_tokens=0,
             text_tokens=text_tokens,
-            images=images,
+            images=1,
             guided=cfg,
             steps=steps,
             table=table,
             softmax=softmax,
         )
-        cases = check_cases(topology, chosen, (height, width), template)
+        cases = check_cases(topology, chosen, (height, width), template, batches or (1,))
         run(cases, price, Console(width=120), json_file=json_file, picture=picture)
 
 

@@ -86,7 +86,12 @@ def _load_parallel(request: Request, watch: Stopwatch) -> Paint:
     mesh = request.mesh or choose_mesh(request.options, process_count())
     with watch.stage("load"):
         parallel = engine.load_parallel(
-            request.model, request.demo, getattr(torch, request.dtype), request.device, mesh
+            request.model,
+            request.demo,
+            getattr(torch, request.dtype),
+            request.device,
+            mesh,
+            split_text=request.text_encoder_device == "tpu",
         )
 
     def paint(options: GenerateOptions, label: str, watch: Stopwatch) -> GenerateResult:

@@ -60,10 +60,6 @@ class Request:
                     "--mesh needs a process per device, as in qwenimage-tpu launch --nproc"
                     f" {math.prod(self.mesh)} generate ..., or --engine jax"
                 )
-            if processes > 1 and self.text_encoder_device == "tpu":
-                raise ValueError(
-                    "--text-encoder-device tpu is not possible in launched processes; leave it out"
-                )
             return
         if processes > 1:
             raise ValueError(

@@ -109,8 +109,7 @@ def _encode(pipe: Any, texts: list[str], buckets: Sequence[int]) -> Encoded:
         padding_side="right",
         return_tensors="pt",
     ).to(device)
-    output = pipe.text_encoder(
-        input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, output_hidden_states=True
-    )
+    # Without its head, whose logits nobody reads.
+    output = pipe.text_encoder.model(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask)
     mask = tokens.attention_mask[:, dropped:]
-    return output.hidden_states[-1][:, dropped:] * mask[..., None].to(pipe.text_encoder.dtype), mask
+    return output.last_hidden_state[:, dropped:] * mask[..., None].to(pipe.text_encoder.dtype), mask

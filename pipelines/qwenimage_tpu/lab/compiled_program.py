@@ -39,6 +39,10 @@ class Memory:
     temporaries: int
     code: int
 
+    @property
+    def total(self) -> int:
+        return self.arguments + self.outputs + self.temporaries + self.code
+
     @classmethod
     def of(cls, stats: Any) -> "Memory":
         """From XLA's own record of a compiled program."""
@@ -75,13 +79,14 @@ class CompilerKilledError(RuntimeError):
     """The compiler's process was killed from outside; the program may be fine."""
 
 
-def compile_program(program: Program, topology: str) -> CompiledProgram:
+def compile_program(program: Program, topology: str, *, many_chips: bool = False) -> CompiledProgram:
     """Compile for one chip of a topology such as "v6e:2x2", in a process of its own.
 
+    many_chips: as in `schedule.execute`.
     Raises RuntimeError with the compiler's message, ScheduleError if its dumps cannot be read.
     """
     with _compiled(program, topology) as folder:
-        return _read(folder, topology, enter_unknown=True)
+        return _read(folder, topology, enter_unknown=True, many_chips=many_chips)
 
 
 def examine_program(program: Program, topology: str, *, enter_unknown: bool = True) -> ExaminedProgram:
@@ -97,10 +102,10 @@ def examine_program(program: Program, topology: str, *, enter_unknown: bool = Tr
         return ExaminedProgram(compiled, details, worst.schedule.cycles)
 
 
-def _read(folder: Path, topology: str, *, enter_unknown: bool) -> CompiledProgram:
+def _read(folder: Path, topology: str, *, enter_unknown: bool, many_chips: bool = False) -> CompiledProgram:
     memory = Memory(**json.loads((folder / MEMORY).read_text()))
     cores = CORES[topology.partition(":")[0]]
-    schedule = read_schedule(folder / DUMPS, cores, enter_unknown=enter_unknown)
+    schedule = read_schedule(folder / DUMPS, cores, enter_unknown=enter_unknown, many_chips=many_chips)
     return CompiledProgram(topology, memory, schedule)
 
 

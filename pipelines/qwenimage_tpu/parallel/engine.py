@@ -26,18 +26,23 @@ from qwenimage_tpu.options import GenerateOptions
 from .data_axis import DataParallelTransformer
 from .modulation import ModulationTable, fill_with_schedule
 from .processes import DATA, MODEL, broadcast, start_mesh
+from .text_encoder import split_text_encoder
 from .transformer import load_transformer
-
-# Only the first process encodes texts and decodes latents.
-LEADERS_PARTS = ("text_encoder", "tokenizer", "vae")
 
 
 @dataclass(frozen=True)
 class ParallelPipeline:
-    """pipe: with this process's part of the transformer; the first process alone has the other models."""
+    """pipe: with this process's part of the transformer. Only the first one's has a VAE, and a text encoder
+    unless that is split, too.
+    """
 
     pipe: QwenImagePipeline
     mesh: DeviceMesh
+
+    @property
+    def encodes(self) -> bool:
+        """Whether this process takes part in encoding texts."""
+        return self.pipe.text_encoder is not None
 
 
 def load_parallel(
@@ -46,14 +51,21 @@ def load_parallel(
     dtype: torch.dtype,
     device: str,
     mesh: tuple[int, int],
+    *,
+    split_text: bool = False,
 ) -> ParallelPipeline:
     """As `loading.load_pipeline`, in every process of a mesh of (data, model) devices, "cpu" or "tpu".
 
+    split_text: the text encoder's layers over the model axis; else the first process has all, on its CPU.
     Raises what loading raises, and ValueError for a mesh that the processes or the model do not allow.
     """
     devices = start_mesh(*mesh, device)
-    without = ("transformer",) if is_leader() else ("transformer", *LEADERS_PARTS)
+    without = ["transformer"]
+    if not is_leader():
+        without += ["vae"] if split_text else ["vae", "text_encoder", "tokenizer"]
     pipe = load_pipeline(model, demo, dtype, without=without)
+    if split_text:
+        split_text_encoder(pipe.text_encoder, devices[MODEL])
     with no_progress_bars() if demo or not is_leader() else nullcontext():
         pipe.transformer = load_transformer(transformer_folder(model), devices[MODEL], dtype)
     pipe.vae_scale_factor = broadcast(pipe.vae_scale_factor)
@@ -74,7 +86,7 @@ def generate(
     watch = watch or Stopwatch()
     with prepared(pipe, options, watch) as used:
         with watch.stage("text encoding"):
-            text = broadcast(encode_text(pipe, options) if is_leader() else None)
+            text = broadcast(encode_text(pipe, options) if parallel.encodes else None)
         with watch.stage("denoising"):
             latents = _denoise(pipe, options, text, on_step, mesh)
             on_cpu = latents.to("cpu", torch.float32, copy=True)

@@ -14,11 +14,9 @@ from qwenimage_tpu.options import TEXT_BUCKETS, check_size
 
 from .estimate import estimate
 from .picture import draw
-from .program import DoesNotFitError, PlanCase, compile_plan
-from .report import GIB, Row, print_report, to_json
-from .slices import Slice
-
-PIXELS_PER_TOKEN = 16
+from .program import PIXELS_PER_TOKEN_SIDE, DoesNotFitError, PlanCase, compile_plan
+from .report import Row, print_report, to_json
+from .slices import GIB, Slice
 
 
 def check_cases(
@@ -26,14 +24,16 @@ def check_cases(
     meshes: Sequence[tuple[int, int]] | None,
     size: tuple[int, int],
     template: PlanCase,
+    batches: Sequence[int] = (1,),
 ) -> list[PlanCase]:
-    """A case per mesh. meshes: None for all that the slice and the heads allow. size: height and width.
+    """A case per number of images at once and mesh. meshes: None for all that the slice and the heads allow.
+    size: height and width.
 
     Raises ValueError for a topology, mesh, size or number that cannot be.
     """
     where = Slice.parse(topology)
     check_size(*size)
-    for name, value in (("steps", template.steps), ("images", template.images)):
+    for name, value in (("steps", template.steps), ("images", min(batches))):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, but is {value}")
     if template.text_tokens not in TEXT_BUCKETS:
@@ -43,9 +43,12 @@ def check_cases(
     if unknown:
         raise ValueError(f"{topology} allows the meshes {possible}, but {unknown[0]} was asked for")
     height, width = size
-    tokens = height // PIXELS_PER_TOKEN * (width // PIXELS_PER_TOKEN)
+    tokens = height // PIXELS_PER_TOKEN_SIDE * (width // PIXELS_PER_TOKEN_SIDE)
     return [
-        dataclasses.replace(template, topology=topology, data=data, model=model, image_tokens=tokens)
+        dataclasses.replace(
+            template, topology=topology, data=data, model=model, image_tokens=tokens, images=images
+        )
+        for images in batches
         for data, model in meshes or possible
     ]
 

@@ -4,7 +4,8 @@ A kernel or fusion takes what its executed cycles take at the core's clock, or w
 memory's bandwidth, whichever is longer; all kernels together not less than the matrix products at the
 published peak. A collective takes what its bytes take around a ring of its chips over their links, or its own
 cycles if they are more. Without overlap, compute and collectives add up; with perfect overlap the longer of
-both remains; a program lies between. Not in the model: the time to start the program, and stalls.
+both remains; a program lies between. The text encoder and the decoder run before and after, on the first
+devices. Not in the model: the time to start the program, and stalls.
 """
 
 import math
@@ -13,13 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from qwenimage_tpu.lab.ahead_of_time import CLOCK_HZ
-from qwenimage_tpu.lab.schedule import Kernel
+from qwenimage_tpu.lab.schedule import Kernel, ProgramSchedule
 from qwenimage_tpu.spmd.config import DiTConfig, is_modulation, parameter_shapes
 from qwenimage_tpu.spmd.placement import compact_block
 
 from .collectives import KINDS, Collective
 from .program import CompiledPlan, PlanCase
-from .slices import Slice, ring_ways
+from .slices import GIB, Slice, ring_ways
+from .stages import TEXT_ENCODER, decoding_seconds, text_seconds
 
 OURS = {
     "attention": r"joint_attention",
@@ -27,6 +29,9 @@ OURS = {
     "norms and modulation": r"layer_norm_modulate|gated_residual_layer_norm_modulate|rms_norm",
 }
 REST, COLLECTIVES = "matrix products and what XLA fuses", "collectives"
+TEXT, DECODING = "text encoding", "decoding"
+# For the VAE's weights, its activations and the text encoder's.
+SPARE_BYTES = 2 * GIB
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,8 @@ class Estimate:
     """Predicted seconds of one call of the denoising program, for all its images.
 
     parts: by kind, without overlap; they sum to `seconds`. compute, communication: the same by what they wait
-    for. flops: of the model, for all images. cycles: executed by a core, by kind.
+    for. flops: of the transformer, for all images. cycles: executed by a core, by kind. text_ways: over how
+    many devices the text encoder is split; None if it must stay on the host's CPU, whose time is not known.
     """
 
     parts: dict[str, float]
@@ -42,6 +48,12 @@ class Estimate:
     compute: float
     communication: float
     flops: float
+    text_ways: int | None
+
+    @property
+    def denoising_seconds(self) -> float:
+        """Of all steps, without any overlap."""
+        return self.seconds - self.parts.get(TEXT, 0.0) - self.parts[DECODING]
 
     @property
     def seconds(self) -> float:
@@ -71,14 +83,36 @@ def estimate(plan: CompiledPlan) -> Estimate:
     for collective in plan.collectives:
         seconds = collective.seconds(ring_bytes_per_second(where, plan.case.model, collective))
         parts[COLLECTIVES] += collective.calls * max(seconds, scheduled.get(collective.name, 0.0))
+    ways = text_encoder_ways(plan)
+    if ways is not None:
+        parts[TEXT] = _text_seconds(plan.case, ways)
+    parts[DECODING] = plan.case.images * decoding_seconds(where.generation, plan.case.pixels)
     flops = model_flops(plan.case)
     compute = sum(seconds for kind, seconds in parts.items() if kind != COLLECTIVES)
     # On v5e and v5p the schedule can be shorter than what the matrix units can do.
-    missing = flops / where.flops - compute
+    missing = flops / where.flops - sum(parts[kind] for kind in [*OURS, REST])
     if missing > 0:
         parts[REST] += missing
         compute += missing
-    return Estimate(parts, cycles, compute, parts[COLLECTIVES], flops)
+    return Estimate(parts, cycles, compute, parts[COLLECTIVES], flops, ways)
+
+
+def text_encoder_ways(plan: CompiledPlan) -> int | None:
+    """The model axis, if the text encoder's heads divide over it and it fits beside the transformer."""
+    where, ways = plan.case.slice, plan.case.model
+    if TEXT_ENCODER.key_value_heads % ways:
+        return None
+    needed = plan.memory.total + TEXT_ENCODER.weight_bytes(ways) + SPARE_BYTES
+    return ways if needed <= where.hbm_bytes else None
+
+
+def _text_seconds(case: PlanCase, ways: int) -> float:
+    where = case.slice
+    seconds = case.rows * text_seconds(where.generation, case.text_tokens, ways)
+    if ways > 1:
+        sums = TEXT_ENCODER.all_reduces(case.text_tokens, ways, case.rows)
+        seconds += sums.calls * sums.seconds(ring_bytes_per_second(where, case.model, sums))
+    return seconds
 
 
 def kind_of(kernel: str) -> str:
@@ -91,6 +125,12 @@ def kind_of(kernel: str) -> str:
 def kernel_seconds(kernel: Kernel, where: Slice) -> float:
     """Of one call: its cycles or its bytes, whichever takes longer."""
     return max(kernel.cycles / CLOCK_HZ[where.generation], kernel.traffic.total / where.hbm_bytes_per_second)
+
+
+def schedule_seconds(schedule: ProgramSchedule, where: Slice) -> float:
+    """Of a program on one device that sends nothing."""
+    kernels = sum(kernel.calls * kernel_seconds(kernel, where) for kernel in schedule.kernels)
+    return schedule.top_level / CLOCK_HZ[where.generation] + kernels
 
 
 def ring_bytes_per_second(where: Slice, model: int, collective: Collective) -> float:

@@ -3,9 +3,18 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from .estimate import COLLECTIVES, DECODING, REST, TEXT
 from .report import Row
 
-COLOURS = ("#1a73e8", "#34a1eb", "#7cc4f0", "#b8bec6", "#d93025")
+COLOURS = {
+    "attention": "#1a73e8",
+    "QK norm and RoPE": "#34a1eb",
+    "norms and modulation": "#7cc4f0",
+    REST: "#b8bec6",
+    COLLECTIVES: "#d93025",
+    TEXT: "#34a853",
+    DECODING: "#f9ab00",
+}
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
@@ -21,10 +30,13 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         raise ValueError(f"no mesh of {case.topology} fits, so there is nothing to draw; take a larger slice")
     figure = Figure(figsize=(8.5, 0.5 * len(fitting) + 1.8), dpi=100, layout="constrained")
     panel = figure.subplots()
-    names = [f"{row.case.data} x {row.case.model}" for row, _ in fitting]
+    several = len({row.case.images for row in rows}) > 1
+    names = [
+        f"{row.case.data} x {row.case.model}" + f", {row.case.images} images" * several for row, _ in fitting
+    ]
     left = [0.0] * len(fitting)
-    for part, colour in zip(fitting[0][1].parts, COLOURS, strict=True):
-        seconds = [found.parts[part] for _, found in fitting]
+    for part, colour in COLOURS.items():
+        seconds = [found.parts.get(part, 0.0) for _, found in fitting]
         panel.barh(names, seconds, left=left, color=colour, label=part)
         left = [start + length for start, length in zip(left, seconds, strict=True)]
     for at, (_, found) in enumerate(fitting):
@@ -38,8 +50,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     panel.set_xlabel("predicted seconds; dashed: with perfect overlap", fontsize=9, loc="right")
     figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     panel.set_title(
-        f"{case.images} image{'s' * (case.images > 1)} of {case.image_tokens} tokens, {case.steps} steps,"
-        f" on {case.topology}",
+        f"images of {case.image_tokens} tokens, {case.steps} steps, on {case.topology}",
         fontsize=10,
         loc="left",
     )

@@ -24,6 +24,7 @@ from .slices import Slice
 CASE, RESULT, HLO = "case.json", "result.json", "program.hlo"
 OUT_OF_MEMORY = re.compile(r"Ran out of memory in memory space hbm.*?Used (\S+) of (\S+) hbm", re.DOTALL)
 BF16_BYTES = 2
+PIXELS_PER_TOKEN_SIDE = 16
 
 
 class DoesNotFitError(RuntimeError):
@@ -52,6 +53,11 @@ class PlanCase:
     @property
     def slice(self) -> Slice:
         return Slice.parse(self.topology)
+
+    @property
+    def pixels(self) -> int:
+        """Of an image."""
+        return self.image_tokens * PIXELS_PER_TOKEN_SIDE**2
 
     @property
     def rows(self) -> int:

@@ -12,8 +12,10 @@ from rich.table import Table
 from .collectives import Collective
 from .estimate import Estimate
 from .program import CompiledPlan, PlanCase
+from .slices import GIB
+from .stages import TEXT_ENCODER
 
-GIB, SECONDS_PER_HOUR = 2**30, 3600
+SECONDS_PER_HOUR = 3600
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,9 @@ class Row:
 
     @property
     def hbm_bytes(self) -> int:
-        """Of a device: all that the program holds at once."""
+        """Of a device: all that the denoising program holds at once."""
         assert self.plan is not None
-        memory = self.plan.memory
-        return memory.arguments + memory.outputs + memory.temporaries + memory.code
+        return self.plan.memory.total
 
 
 def recommend(rows: Sequence[Row]) -> Row | None:
@@ -64,6 +65,18 @@ def link_bytes(collectives: Sequence[Collective]) -> int:
 
 
 def print_report(rows: Sequence[Row], console: Console) -> None:
+    """Each number of images at once by itself; then, if there are several, the best of each."""
+    batches = {
+        row.case.images: [other for other in rows if other.case.images == row.case.images] for row in rows
+    }
+    for of_batch in batches.values():
+        _print_batch(of_batch, console)
+    best = [row for row in map(recommend, batches.values()) if row is not None]
+    if len(batches) > 1 and best:
+        console.print(_throughput_table(best))
+
+
+def _print_batch(rows: Sequence[Row], console: Console) -> None:
     case = rows[0].case
     guided = "true CFG" if case.guided else "no CFG"
     console.print(
@@ -81,6 +94,8 @@ def print_report(rows: Sequence[Row], console: Console) -> None:
         return
     console.print(f"recommended: --mesh {best.case.data},{best.case.model}; where its time goes:")
     console.print(_part_table(best))
+    console.print(_memory_line(best), highlight=False)
+    console.print(_text_line(best), highlight=False)
     console.print(_collective_table(best))
 
 
@@ -114,13 +129,31 @@ def _mesh_table(rows: Sequence[Row]) -> Table:
             f"{case.weight_bytes / GIB:.2f}",
             f"{row.hbm_bytes / GIB:.2f}",
             f"{link_bytes(plan.collectives) / case.steps / 1e6:,.0f}",
-            f"{found.seconds / case.steps * 1e3:.1f}",
+            f"{found.denoising_seconds / case.steps * 1e3:.1f}",
             f"{found.seconds:.2f}",
             f"{found.overlapped_seconds:.2f}",
             f"{row.utilisation:.0%}",
             f"{row.images_per_hour:,.0f}",
             f"{row.images_per_dollar:,.0f}",
             f"{plan.compile_seconds:.0f}",
+        )
+    return table
+
+
+def _throughput_table(best: Sequence[Row]) -> Table:
+    """In the form in which JAX's SDXL was published."""
+    table = _table("throughput, each with its best mesh", "hardware", "batch", "data x model", "latency s")
+    table.add_column("images/h", justify="right")
+    table.add_column("images/$", justify="right")
+    for row in best:
+        assert row.estimate is not None
+        table.add_row(
+            f"{row.case.topology}, {row.case.slice.chips} chip{'s' * (row.case.slice.chips > 1)}",
+            str(row.case.images),
+            f"{row.case.data} x {row.case.model}",
+            f"{row.estimate.seconds:.2f}",
+            f"{row.images_per_hour:,.0f}",
+            f"{row.images_per_dollar:,.0f}",
         )
     return table
 
@@ -135,10 +168,43 @@ def _part_table(row: Row) -> Table:
             part,
             f"{seconds:.3f}",
             f"{seconds / found.seconds:.1%}",
-            f"{found.cycles[part] / blocks:,.0f}",
+            f"{found.cycles[part] / blocks:,.0f}" if part in found.cycles else "",
         )
     table.add_row("sum", f"{found.seconds:.3f}", "", f"{sum(found.cycles.values()) / blocks:,.0f}")
     return table
+
+
+def _memory_line(row: Row) -> str:
+    assert row.plan is not None
+    assert row.estimate is not None
+    memory, weights = row.plan.memory, row.case.weight_bytes
+    kinds = {
+        "weights": weights,
+        "tables, text and latents": memory.arguments - weights,
+        "activations and other temporaries": memory.temporaries,
+        "results": memory.outputs,
+        "code": memory.code,
+    }
+    parts = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in kinds.items())
+    return (
+        f"GiB on a device: {parts}; sum {memory.total / GIB:.2f} of {row.case.slice.hbm_bytes / GIB:.0f}. The"
+        f" images take {row.estimate.flops / 1e12:,.0f} TFLOP."
+    )
+
+
+def _text_line(row: Row) -> str:
+    assert row.estimate is not None
+    ways = row.estimate.text_ways
+    if ways is None:
+        return (
+            "The text encoder does not fit beside the transformer, or its heads do not divide over the model"
+            " axis: it stays on the host's CPU, whose time is not in this plan."
+        )
+    size = TEXT_ENCODER.weight_bytes(ways) / GIB
+    return (
+        f"The text encoder fits beside the transformer, {size:.1f} GiB on each device of a model axis: launch"
+        " ... generate --text-encoder-device tpu."
+    )
 
 
 def _collective_table(row: Row) -> Table:
