@@ -1,14 +1,19 @@
 """The modulation's table, in one process: a transformer that looks it up says what it said before."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, QwenImageTransformer2DModel
 
-from qwenimage_tpu.generate import attach_kernels
+from emulated_process import EmulatedProcess
+from qwenimage_tpu.emulator import read_counts
+from qwenimage_tpu.generate import attach_kernels, denoise, encode_text, generate, prepared
 from qwenimage_tpu.kernel_loader import load_kernels
+from qwenimage_tpu.loading import load_pipeline, move_pipeline
+from qwenimage_tpu.options import GenerateOptions
 from qwenimage_tpu.parallel.modulation import ROWS, ModulationTable, fill_with_schedule
 
 GRID, TEXT_TOKENS = (4, 6), 12
@@ -106,3 +111,30 @@ def test_a_scheduler_fills_the_table_again():
 def test_layered_models_are_refused():
     with pytest.raises(NotImplementedError, match="use_additional_t_cond"):
         ModulationTable(small(use_additional_t_cond=True))
+
+
+def paint_with_a_table() -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Latents from the `tpu` device and from stock diffusers on the CPU; programs for other steps."""
+    options = GenerateOptions(
+        prompts=("a red star",), true_cfg_scale=3.0, height=96, width=96, steps=3, compile="blocks"
+    )
+    stock = generate(
+        load_pipeline(None, demo=True, dtype=torch.float32), replace(options, kernels=False, compile=None)
+    )
+    pipe = move_pipeline(load_pipeline(None, demo=True, dtype=torch.float32), "tpu", "cpu")
+    with prepared(pipe, options):
+        table = ModulationTable(pipe.transformer)
+        fill_with_schedule(table, pipe.scheduler)
+        text = encode_text(pipe, options)
+        latents = denoise(pipe, options, text).cpu()
+        before = read_counts()
+        denoise(pipe, replace(options, steps=5), text)
+        counts = read_counts() - before
+    return latents, stock.latents, counts.compilations + counts.cache_loads
+
+
+@pytest.mark.xdist_group("emulated TPU")
+def test_compiled_by_torch_tpu_with_kernels(emulated_tpu: EmulatedProcess):
+    found, expected, compiled = emulated_tpu.run(paint_with_a_table)
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert compiled == 0

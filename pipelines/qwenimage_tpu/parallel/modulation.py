@@ -93,10 +93,11 @@ def fill_with_schedule(table: ModulationTable, scheduler: Any) -> None:
 
 
 def _keys(timesteps: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What the pipeline makes of its timesteps, by its own operations on the device; filled up with NaN."""
+    """What the pipeline makes of its timesteps; filled up with NaN."""
     empty = ROWS - (len(timesteps) + 1) % ROWS
-    values = [torch.zeros((), device=device), *timesteps, *torch.full((empty,), torch.nan, device=device)]
-    return torch.stack(values).to(dtype) / 1000
+    # Each a tensor of its own: the same one twice would be another program.
+    nothing = [torch.full((), torch.nan, device=device) for _ in range(empty)]
+    return torch.stack([torch.zeros((), device=device), *timesteps, *nothing]).to(dtype) / 1000
 
 
 def _columns(linear: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
@@ -112,9 +113,13 @@ def _set_table(module: nn.Module, table: torch.Tensor) -> None:
 
 
 def _find_rows(self: Any, timestep: torch.Tensor, *_: Any) -> torch.Tensor:
-    """[batch] of timesteps as row numbers; the last row, which is NaN, where there is none."""
-    rows = torch.arange(len(self.table), device=timestep.device)
-    return torch.where(self.table == timestep[:, None], rows, len(self.table) - 1).amin(dim=1)
+    """[batch] of timesteps as row numbers; the last row, which is NaN, where there is none.
+
+    To the last bit but one: a device may round a division differently in another shape.
+    """
+    distance = (self.table - timestep[:, None]).abs().nan_to_num(nan=torch.inf)
+    nearest, rows = distance.min(dim=1)
+    return torch.where(nearest <= 2 * torch.finfo(timestep.dtype).eps, rows, len(self.table) - 1)
 
 
 def _look_up(self: Any, rows: torch.Tensor) -> torch.Tensor:
