@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -153,11 +154,34 @@ def test_one_processs_failure_ends_all_with_its_message(tmp_path: Path):
     assert "Traceback" not in done.stderr
 
 
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.full
+def test_processes_end_with_a_launcher_that_is_killed(tmp_path: Path):
+    command = [sys.executable, "-m", "qwenimage_tpu.cli", "launch", "--nproc=2", "generate", "--demo"]
+    options = ["--no-kernels", "--steps=4000", f"--output={tmp_path / 'no.png'}", "a red star"]
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        assert "a mesh of 2 x 1" in launcher.stdout.readline()  # they have met
+        workers = children(launcher.pid)
+        assert len(workers) >= 2
+        launcher.kill()
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["launch", "--nproc=2", "doctor"], "only generate can be launched, but the command is 'doctor'"),
         (["launch", "--nproc=2", "generate", "--demo"], "Missing argument 'PROMPT...'"),
+        (["launch", "--nproc=4", "generate", "--demo", "--mesh=1,2", "x"], "but --nproc is 4"),
+        (["launch", "--nproc=2", "generate", "--demo", "--steps=0", "x"], "steps must be at least 1"),
+        (["launch", "--nproc=2", "generate", "--demo", "--engine=jax", "x"], "call generate without"),
         (["generate", "--demo", "--mesh=1,2", "x"], "as in qwenimage-tpu launch --nproc 2 generate ..., or"),
     ],
 )

@@ -187,7 +187,7 @@ def test_seconds_follow_from_cycles_bytes_and_links():
     }
     assert found.parts == pytest.approx(expected)
     assert found.seconds == pytest.approx(58 + text + decoding)
-    assert found.overlapped_seconds == pytest.approx(22 + text + decoding)
+    assert found.overlapped_seconds == pytest.approx(36 + text + decoding)
     assert found.seconds == pytest.approx(sum(found.parts.values()))
     # With little to send, a collective takes its own cycles.
     small = dataclasses.replace(collective, bytes=8)
@@ -293,6 +293,17 @@ def test_the_text_encoder_goes_where_it_fits():
     assert ways(1, data=1, model=8) is None  # four key and value heads do not divide over eight
     assert ways(16, data=8, model=1) == 1
     assert ways(17, data=8, model=1) is None
+
+
+@pytest.mark.parametrize("generation", list(CLOCK_HZ))
+def test_stage_times_of_every_generation(generation: str):
+    """Not below what the matrix units or the memory need: 7 GFLOP per token and way, 13 GB of weights."""
+    where = Slice.parse(f"{generation}:1x1")
+    whole, quarter = (stages.text_seconds(generation, 512, ways) for ways in (1, 4))
+    flops = 2 * 546 * 6.5e9 / (where.flops / where.chip.devices)
+    assert flops < whole < 8 * flops
+    assert whole / 5 < quarter < whole / 2
+    assert 0.01 < stages.decoding_seconds(generation, 1024 * 1024) < 1
 
 
 def test_several_batches_end_in_a_throughput_table(

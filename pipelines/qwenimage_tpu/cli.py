@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
@@ -20,6 +21,9 @@ EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 # RuntimeErrors of ours that say what the user can do; named, so that none need be imported.
 USER_ERRORS = ("KernelLoadError", "EmulatorError", "CompilerKilledError", "ProcessFailedError")
+
+# Set while a generate command is checked and not run.
+_only_check = ContextVar("_only_check", default=False)
 
 app = typer.Typer(
     name="qwenimage-tpu",
@@ -156,6 +160,8 @@ def generate_command(
             compare=compare,
             contact_sheet=contact_sheet,
         )
+        if _only_check.get():
+            return
         if request.mesh is not None and request.engine == "jax" and request.device == "cpu":
             environment.use_virtual_devices(math.prod(request.mesh))
         # The user's mistakes are known by now, so that they do not wait for torch.
@@ -181,22 +187,33 @@ def launch_command(
         int, typer.Option("--nproc", min=1, help="How many: one per TPU chip, or any number on a CPU.")
     ],
 ) -> None:
-    """Run generate in several processes that share the transformer, as in launch --nproc 8 generate PROMPT.
+    """Run generate in several processes that share the transformer: launch --nproc 8 generate --mesh 2,4 ...
 
-    Its --mesh says how. The first process's failure ends all.
+    Without --mesh, two groups if there are branches or pictures for two. If one process fails, all end.
     """
     environment.configure()
     with _readable_errors():
         if arguments[0] != "generate":
             raise ValueError(f"only generate can be launched, but the command is {arguments[0]!r}")
-        # Mistakes in its options are one message here, not one from each process.
-        typer.main.get_group(app).commands["generate"].make_context("generate", arguments[1:])
-        if environment.process_count() > 1:
+        if environment.is_launched():
             raise ValueError("this process was launched by another launcher; call one of the two")
+        _check_generate(arguments[1:], processes)
         with _status("loading torch"):
             from .parallel.launch import launch
 
         launch(processes, arguments)
+
+
+def _check_generate(arguments: list[str], processes: int) -> None:
+    """Find mistakes in the options of a generate command before any process is started."""
+    command = typer.main.get_group(app).commands["generate"]
+    os.environ["WORLD_SIZE"] = str(processes)
+    checked = _only_check.set(True)
+    try:
+        command.invoke(command.make_context("launch ... generate", arguments))
+    finally:
+        _only_check.reset(checked)
+        del os.environ["WORLD_SIZE"]
 
 
 @app.command("doctor")
@@ -373,7 +390,7 @@ def plan_command(
     cfg: Annotated[bool, typer.Option(help="True CFG: two forwards per step.")] = True,
     batches: Annotated[
         list[int] | None,
-        typer.Option("--batch", help="Images that are made at once; repeat it for several; 1."),
+        typer.Option("--batch", help="Images that are made at once, 1 by default; repeat it for several."),
     ] = None,
     table: Annotated[
         RuleTableName,
@@ -459,12 +476,15 @@ def _readable_errors() -> Generator[None]:
     """
     try:
         yield
+    except typer.Exit:
+        raise
     except KeyboardInterrupt:
-        if environment.ERROR_FILE not in os.environ:
-            _print_error("interrupted")
+        if environment.is_launched():
+            os._exit(EXIT_INTERRUPTED)  # without torch's warnings of what it was in the middle of
+        _print_error("interrupted")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except Exception as error:
-        if environment.ERROR_FILE in os.environ:
+        if environment.is_launched():
             _report_to_launcher(error)
         elif _is_users(error):
             _print_error(str(error))
@@ -502,9 +522,11 @@ def _print_error(message: str) -> None:
 
 def main() -> None:
     """The console script's entry point."""
-    # So that a terminated command, too, ends its processes and removes its temporary files. A launched one
-    # has none, and must end in the middle of a collective.
-    if environment.ERROR_FILE not in os.environ:
+    if environment.is_launched():
+        # It has nothing to clean up, and must end in the middle of a collective, or of anything.
+        environment.end_with_parent()
+    else:
+        # So that a terminated command, too, ends its processes and removes its temporary files.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     app()
 

@@ -1,7 +1,9 @@
 """Environment variables that must be set before torch or jax are imported."""
 
+import ctypes
 import os
 import re
+import signal
 import tempfile
 from pathlib import Path
 
@@ -49,6 +51,17 @@ def process_count() -> int:
 def is_leader() -> bool:
     """Whether this process is the first of its run, which speaks for all."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def is_launched() -> bool:
+    """Whether a launcher of ours or of torch's started this process, and waits for its message."""
+    return ERROR_FILE in os.environ
+
+
+def end_with_parent() -> None:
+    """Let Linux kill this process when the one that started it ends, however it ends."""
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def use_compile_cache(folder: Path) -> None:

@@ -84,6 +84,7 @@ def _load_parallel(request: Request, watch: Stopwatch) -> Paint:
     from .parallel import engine
 
     mesh = request.mesh or choose_mesh(request.options, process_count())
+    _say(Console(quiet=not is_leader()), f"a mesh of {mesh[0]} x {mesh[1]} processes")
     with watch.stage("load"):
         parallel = engine.load_parallel(
             request.model,

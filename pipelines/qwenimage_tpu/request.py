@@ -55,10 +55,10 @@ class Request:
     def _check_engine(self) -> None:
         processes = process_count()
         if self.engine == "torch":
-            if self.mesh is not None and processes == 1:
+            if self.mesh is not None and math.prod(self.mesh) != processes:
                 raise ValueError(
                     "--mesh needs a process per device, as in qwenimage-tpu launch --nproc"
-                    f" {math.prod(self.mesh)} generate ..., or --engine jax"
+                    f" {math.prod(self.mesh)} generate ..., or --engine jax, but --nproc is {processes}"
                 )
             return
         if processes > 1:

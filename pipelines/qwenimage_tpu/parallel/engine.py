@@ -60,15 +60,21 @@ def load_parallel(
     Raises what loading raises, and ValueError for a mesh that the processes or the model do not allow.
     """
     devices = start_mesh(*mesh, device)
-    without = ["transformer"]
-    if not is_leader():
-        without += ["vae"] if split_text else ["vae", "text_encoder", "tokenizer"]
-    pipe = load_pipeline(model, demo, dtype, without=without)
+    # The others wait until the first has found the model, and downloaded it if it must.
+    if is_leader():
+        pipe = load_pipeline(model, demo, dtype, without=("transformer",))
+        folder = transformer_folder(model)
+        broadcast(pipe.vae_scale_factor)
+    else:
+        scale = broadcast(None)
+        leaders = ("vae",) if split_text else ("vae", "text_encoder", "tokenizer")
+        pipe = load_pipeline(model, demo, dtype, without=("transformer", *leaders))
+        folder = transformer_folder(model)
+        pipe.vae_scale_factor = scale
     if split_text:
         split_text_encoder(pipe.text_encoder, devices[MODEL])
     with no_progress_bars() if demo or not is_leader() else nullcontext():
-        pipe.transformer = load_transformer(transformer_folder(model), devices[MODEL], dtype)
-    pipe.vae_scale_factor = broadcast(pipe.vae_scale_factor)
+        pipe.transformer = load_transformer(folder, devices[MODEL], dtype)
     if is_leader():
         pipe.vae.to(device)
     return ParallelPipeline(pipe, devices)

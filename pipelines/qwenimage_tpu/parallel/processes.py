@@ -1,6 +1,7 @@
 """The processes of this run: what a launcher's environment says of them, and their mesh of devices."""
 
 import math
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,7 +28,10 @@ def start_mesh(data: int, model: int, device: str) -> DeviceMesh:
     if device == "tpu":
         import_tpu_backend()
     if not dist.is_initialized():
-        dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,tpu:tpu_dist")
+        # A download may take hours, and the launcher ends who waits for a failed process.
+        dist.init_process_group(
+            "gloo" if device == "cpu" else "cpu:gloo,tpu:tpu_dist", timeout=timedelta(days=1)
+        )
     return init_device_mesh(device, (data, model), mesh_dim_names=(DATA, MODEL))
 
 

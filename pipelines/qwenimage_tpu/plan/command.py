@@ -41,7 +41,8 @@ def check_cases(
     possible = where.meshes(template.config.heads)
     unknown = [mesh for mesh in meshes or () if mesh not in possible]
     if unknown:
-        raise ValueError(f"{topology} allows the meshes {possible}, but {unknown[0]} was asked for")
+        allowed, asked = [f"{data},{model}" for data, model in possible], ",".join(map(str, unknown[0]))
+        raise ValueError(f"{topology} allows the meshes {' '.join(allowed)}, but {asked} was asked for")
     height, width = size
     tokens = height // PIXELS_PER_TOKEN_SIDE * (width // PIXELS_PER_TOKEN_SIDE)
     return [

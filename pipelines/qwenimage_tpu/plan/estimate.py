@@ -62,8 +62,9 @@ class Estimate:
 
     @property
     def overlapped_seconds(self) -> float:
-        """With as much overlap as there can be."""
-        return max(self.compute, self.communication)
+        """With as much overlap as there can be, which is none with what comes before and after."""
+        around = self.seconds - self.denoising_seconds
+        return around + max(self.compute - around, self.communication)
 
 
 def estimate(plan: CompiledPlan) -> Estimate:

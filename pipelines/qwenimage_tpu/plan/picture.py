@@ -32,7 +32,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     panel = figure.subplots()
     several = len({row.case.images for row in rows}) > 1
     names = [
-        f"{row.case.data} x {row.case.model}" + f", {row.case.images} images" * several for row, _ in fitting
+        f"{row.case.data} x {row.case.model}" + f", {row.case.images} at once" * several for row, _ in fitting
     ]
     left = [0.0] * len(fitting)
     for part, colour in COLOURS.items():
@@ -50,7 +50,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     panel.set_xlabel("predicted seconds; dashed: with perfect overlap", fontsize=9, loc="right")
     figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     panel.set_title(
-        f"images of {case.image_tokens} tokens, {case.steps} steps, on {case.topology}",
+        f"{case.topology}: {case.image_tokens} + {case.text_tokens} tokens, {case.steps} steps,"
+        f" {'true CFG' if case.guided else 'no CFG'}",
         fontsize=10,
         loc="left",
     )

@@ -23,6 +23,7 @@ from .slices import Slice
 
 CASE, RESULT, HLO = "case.json", "result.json", "program.hlo"
 OUT_OF_MEMORY = re.compile(r"Ran out of memory in memory space hbm.*?Used (\S+) of (\S+) hbm", re.DOTALL)
+NO_SUCH_SLICE = re.compile(r"INVALID_ARGUMENT: (Topology .*)")
 BF16_BYTES = 2
 PIXELS_PER_TOKEN_SIDE = 16
 
@@ -99,8 +100,8 @@ class CompiledPlan:
 def compile_plan(case: PlanCase) -> CompiledPlan:
     """Compile all layers and steps of the case for its slice.
 
-    Raises DoesNotFitError, CompilerKilledError, RuntimeError with the compiler's message for anything else
-    that it refuses, and ScheduleError if its dumps cannot be read.
+    Raises DoesNotFitError, ValueError for a slice that there is not, CompilerKilledError, RuntimeError with
+    the compiler's message for anything else that it refuses, and ScheduleError if its dumps cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="qwenimage-tpu-") as name:
         folder = Path(name)
@@ -124,6 +125,8 @@ def _run(folder: Path, topology: str) -> None:
         raise DoesNotFitError(
             f"it needs {match[1]} of the {match[2]} of memory that a device of {topology} has"
         )
+    if match := NO_SUCH_SLICE.search(result.stderr):
+        raise ValueError(f"the TPU's compiler knows no slice {topology}: {match[1]}")
     raise RuntimeError(f"the program does not compile for {topology}:\n{result.stderr.strip()[-2000:]}")
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .collectives import Collective
-from .estimate import Estimate
+from .estimate import OURS, REST, Estimate
 from .program import CompiledPlan, PlanCase
 from .slices import GIB
 from .stages import TEXT_ENCODER
@@ -84,7 +84,8 @@ def _print_batch(rows: Sequence[Row], console: Console) -> None:
         f" {case.images} image(s) at once, {case.steps} steps, {guided}, {case.softmax} softmax. Times are"
         " predictions, from the compiler's schedule; see docs/plan.md for the model behind them."
     )
-    console.print(_mesh_table(rows))
+    if recommend(rows):
+        console.print(_mesh_table(rows))
     for row in rows:
         if row.reason:
             console.print(f"{row.case.data} x {row.case.model}: does not fit, {row.reason}", highlight=False)
@@ -110,12 +111,12 @@ def _mesh_table(rows: Sequence[Row]) -> Table:
     table = _table(
         "meshes",
         *(
-            "data x model",
+            "mesh",
             "weights GiB",
             "in use GiB",
-            "sent per step MB",
+            "sent MB/step",
             "step ms",
-            "images s",
+            "all s",
             "overlapped s",
         ),
         *("MFU", "images/h", "images/$", "compiled s"),
@@ -168,9 +169,9 @@ def _part_table(row: Row) -> Table:
             part,
             f"{seconds:.3f}",
             f"{seconds / found.seconds:.1%}",
-            f"{found.cycles[part] / blocks:,.0f}" if part in found.cycles else "",
+            f"{found.cycles[part] / blocks:,.0f}" if part in (*OURS, REST) else "",
         )
-    table.add_row("sum", f"{found.seconds:.3f}", "", f"{sum(found.cycles.values()) / blocks:,.0f}")
+    table.add_row("sum", f"{found.seconds:.3f}")
     return table
 
 
@@ -188,7 +189,7 @@ def _memory_line(row: Row) -> str:
     parts = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in kinds.items())
     return (
         f"GiB on a device: {parts}; sum {memory.total / GIB:.2f} of {row.case.slice.hbm_bytes / GIB:.0f}. The"
-        f" images take {row.estimate.flops / 1e12:,.0f} TFLOP."
+        f" image{'s take' if row.case.images > 1 else ' takes'} {row.estimate.flops / 1e12:,.0f} TFLOP."
     )
 
 
@@ -203,21 +204,19 @@ def _text_line(row: Row) -> str:
     size = TEXT_ENCODER.weight_bytes(ways) / GIB
     return (
         f"The text encoder fits beside the transformer, {size:.1f} GiB on each device of a model axis: launch"
-        " ... generate --text-encoder-device tpu."
+        " ... generate --text-encoder-device tpu. With --engine jax it stays on the host's CPU."
     )
 
 
 def _collective_table(row: Row) -> Table:
     assert row.plan is not None
     table = _table("collectives", "kind", "devices", "calls", "MB each", "sent by a device, MB")
+    alike: dict[tuple[str, int, int], list[Collective]] = {}
     for each in row.plan.collectives:
-        table.add_row(
-            each.kind,
-            str(each.chips),
-            f"{each.calls:,}",
-            f"{each.bytes / 1e6:,.2f}",
-            f"{each.calls * each.link_bytes / 1e6:,.0f}",
-        )
+        alike.setdefault((each.kind, each.chips, each.bytes), []).append(each)
+    for (kind, chips, size), group in alike.items():
+        calls = sum(each.calls for each in group)
+        table.add_row(kind, str(chips), f"{calls:,}", f"{size / 1e6:,.2f}", f"{link_bytes(group) / 1e6:,.0f}")
     return table
 
 
