@@ -19,6 +19,7 @@ from .options import RuleTableName, SoftmaxName
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+SECONDS_FOR_ANOTHER = 2
 # RuntimeErrors of ours that say what the user can do; named, so that none need be imported.
 USER_ERRORS = ("KernelLoadError", "EmulatorError", "CompilerKilledError", "ProcessFailedError")
 
@@ -73,7 +74,8 @@ def generate_command(
         Literal["auto", "cpu", "tpu"], typer.Option(help="auto takes the TPU if there is one.")
     ] = "auto",
     text_encoder_device: Annotated[
-        Literal["cpu", "tpu"], typer.Option(help="Where texts are encoded; cpu saves the TPU's memory.")
+        Literal["cpu", "tpu"],
+        typer.Option(help="Where texts are encoded; cpu saves the TPU's memory. launch splits it over TPUs."),
     ] = "cpu",
     engine: Annotated[
         Literal["torch", "jax"],
@@ -502,6 +504,9 @@ def _is_users(error: Exception) -> bool:
 def _report_to_launcher(error: Exception) -> None:
     from .parallel.launch import report_failure
 
+    if not _is_users(error):
+        # It may follow from another process's end, which then speaks first, and has this one ended.
+        time.sleep(SECONDS_FOR_ANOTHER)
     report_failure(str(error) if _is_users(error) else "".join(traceback.format_exception(error)))
 
 

@@ -1,6 +1,5 @@
 """The processes of this run: what a launcher's environment says of them, and their mesh of devices."""
 
-import math
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +21,7 @@ def start_mesh(data: int, model: int, device: str) -> DeviceMesh:
     """
     if data * model != process_count():
         raise ValueError(
-            f"a mesh of {data} x {model} needs {math.prod((data, model))} processes, but there are"
+            f"a mesh of {data} x {model} needs {data * model} processes, but there are"
             f" {process_count()}; give launch --nproc {data * model} or another --mesh"
         )
     if device == "tpu":

@@ -1,19 +1,30 @@
-"""The denoising program of a planned case, lowered for the devices of its slice."""
+"""The denoising program of a planned case, lowered and compiled for the devices of its slice.
 
+Run as a module by `program.compile_plan`, in a process of its own.
+"""
+
+import dataclasses
+import json
+import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from qwenimage_tpu.lab.compiled_program import Memory
+from qwenimage_tpu.spmd.config import DiTConfig
 from qwenimage_tpu.spmd.denoise import Schedule, Text, denoise
 from qwenimage_tpu.spmd.dit import Execution, Modulation, Rope
 from qwenimage_tpu.spmd.placement import make_mesh, partition_specs, shardings
 from qwenimage_tpu_pallas.layouts import HEAD_DIM
 
-from .program import PlanCase
+from .program import CASE, HLO, RESULT, PlanCase
 
 
 def lower_denoise(case: PlanCase, devices: Sequence[Any]) -> jax.stages.Lowered:
@@ -58,3 +69,22 @@ def lower_denoise(case: PlanCase, devices: Sequence[Any]) -> jax.stages.Lowered:
         modulation,
     )
     return jax.jit(run).trace(*arguments).lower(lowering_platforms=("tpu",))
+
+
+def compile_case(folder: Path) -> None:
+    """Compile the case in the folder, and write there what the compiler says of it."""
+    fields = json.loads((folder / CASE).read_text())
+    config = fields.pop("config")
+    config["rope_axes"] = tuple(config["rope_axes"])
+    case = PlanCase(**fields, config=DiTConfig(**config))
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=case.topology).devices
+    start = time.perf_counter()
+    compiled = lower_denoise(case, devices).compile()
+    seconds = time.perf_counter() - start
+    memory = dataclasses.asdict(Memory.of(compiled.memory_analysis()))
+    (folder / HLO).write_text(compiled.as_text() or "")
+    (folder / RESULT).write_text(json.dumps({"memory": memory, "compile_seconds": seconds}))
+
+
+if __name__ == "__main__":
+    compile_case(Path(sys.argv[1]))

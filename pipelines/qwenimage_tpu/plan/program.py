@@ -4,9 +4,7 @@ import dataclasses
 import json
 import math
 import re
-import sys
 import tempfile
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,7 +116,7 @@ def compile_plan(case: PlanCase) -> CompiledPlan:
 
 
 def _run(folder: Path, topology: str) -> None:
-    result = run_compiler(__name__, folder)
+    result = run_compiler("qwenimage_tpu.plan.lowering", folder)
     if result.returncode == 0:
         return
     if match := OUT_OF_MEMORY.search(result.stderr):
@@ -137,26 +135,3 @@ def _check_calls(case: PlanCase, calls: dict[str, int]) -> None:
         raise ScheduleError(
             f"attention must run {case.config.layers * case.steps} times, but the schedule says {attention}"
         )
-
-
-def _compile(folder: Path) -> None:
-    """In the process of its own."""
-    from jax.experimental import topologies
-
-    from .lowering import lower_denoise
-
-    fields = json.loads((folder / CASE).read_text())
-    config = fields.pop("config")
-    config["rope_axes"] = tuple(config["rope_axes"])
-    case = PlanCase(**fields, config=DiTConfig(**config))
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=case.topology).devices
-    start = time.perf_counter()
-    compiled = lower_denoise(case, devices).compile()
-    seconds = time.perf_counter() - start
-    memory = dataclasses.asdict(Memory.of(compiled.memory_analysis()))
-    (folder / HLO).write_text(compiled.as_text() or "")
-    (folder / RESULT).write_text(json.dumps({"memory": memory, "compile_seconds": seconds}))
-
-
-if __name__ == "__main__":
-    _compile(Path(sys.argv[1]))
