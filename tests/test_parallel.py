@@ -142,6 +142,7 @@ def test_the_launched_command_paints(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     assert picture.exists()
     assert done.stdout.count("wrote ") == 1
+    assert "on a mesh of 2 x 1, build" in done.stdout
     assert re.search(r"pixels differ by at most [01] ", done.stdout)
 
 

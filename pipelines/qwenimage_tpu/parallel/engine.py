@@ -1,7 +1,7 @@
 """Pictures from a pipeline whose transformer is spread over the processes of a mesh."""
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -99,6 +99,10 @@ def generate(
         check_finite(on_cpu)
         with watch.stage("decoding"):
             images = decode(pipe, latents, options) if is_leader() else []
+    if used is not None:
+        used = replace(
+            used, variant=f"{used.variant} on a mesh of {mesh[DATA].size()} x {mesh[MODEL].size()}"
+        )
     return GenerateResult(images, on_cpu, watch.seconds, used, options)
 
 
