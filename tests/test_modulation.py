@@ -13,8 +13,8 @@ from qwenimage_tpu.emulator import read_counts
 from qwenimage_tpu.generate import attach_kernels, denoise, encode_text, generate, prepared
 from qwenimage_tpu.kernel_loader import load_kernels
 from qwenimage_tpu.loading import load_pipeline, move_pipeline
-from qwenimage_tpu.options import GenerateOptions
-from qwenimage_tpu.parallel.modulation import ROWS, ModulationTable, fill_with_schedule
+from qwenimage_tpu.options import SCHEDULE_ROWS, GenerateOptions
+from qwenimage_tpu.parallel.modulation import ModulationTable, fill_with_schedule
 
 GRID, TEXT_TOKENS = (4, 6), 12
 
@@ -72,13 +72,13 @@ def test_patched_with_kernels_before_and_after(pipe: QwenImagePipeline):
     assert torch.equal(call(duplicate, 500.0), expected)
 
 
-@pytest.mark.parametrize("steps", [1, ROWS - 2, ROWS - 1, ROWS])
+@pytest.mark.parametrize("steps", [1, SCHEDULE_ROWS - 2, SCHEDULE_ROWS - 1, SCHEDULE_ROWS])
 def test_an_unknown_timestep_is_not_a_number(steps: int):
     transformer = small()
     table = ModulationTable(transformer)
     known = [float(step + 1) for step in range(steps)]
     table.fill(scalars(*known))
-    assert len(transformer.norm_out.silu.table) % ROWS == 0
+    assert len(transformer.norm_out.silu.table) % SCHEDULE_ROWS == 0
     found = call(transformer, known[-1], 999.5)
     assert found[0].isfinite().all()
     assert found[1].isnan().all()

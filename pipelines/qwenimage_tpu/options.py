@@ -10,6 +10,8 @@ TEXT_BUCKETS = (128, 256, 512, 1024)
 SoftmaxName = Literal["bounded", "exact", "online", "int8"]
 # Of the JAX program's weights.
 RuleTableName = Literal["sharded", "stock", "largest-dimension"]
+# Tables with a row per step have a multiple of this many, so that another number of steps compiles nothing.
+SCHEDULE_ROWS = 64
 # QwenImage: the VAE shrinks 8 times, the transformer takes 2x2 patches of what is left.
 SIZE_MULTIPLE = 16
 # diffusers' documented habit for true CFG without a negative prompt.

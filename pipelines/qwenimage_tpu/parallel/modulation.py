@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-# Rows come in multiples of this, so that another number of steps compiles nothing.
-ROWS = 64
+from qwenimage_tpu.options import SCHEDULE_ROWS
 
 
 class ModulationTable:
@@ -94,7 +93,7 @@ def fill_with_schedule(table: ModulationTable, scheduler: Any) -> None:
 
 def _keys(timesteps: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """What the pipeline makes of its timesteps; filled up with NaN."""
-    empty = ROWS - (len(timesteps) + 1) % ROWS
+    empty = SCHEDULE_ROWS - (len(timesteps) + 1) % SCHEDULE_ROWS
     # Each a tensor of its own: the same one twice would be another program.
     nothing = [torch.full((), torch.nan, device=device) for _ in range(empty)]
     return torch.stack([torch.zeros((), device=device), *timesteps, *nothing]).to(dtype) / 1000

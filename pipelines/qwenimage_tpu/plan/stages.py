@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from .collectives import Collective
+from .program import BF16_BYTES
 
 TABLE = Path(__file__).with_name("stages.json")
 TEMPLATE_TOKENS = 34  # of the pipeline's prompt template, which stand before the prompt's
-BF16_BYTES = 2
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from qwenimage_tpu.generate import (
     seeded_generators,
 )
 from qwenimage_tpu.loading import load_pipeline, transformer_folder
-from qwenimage_tpu.options import GenerateOptions, choose_mesh
+from qwenimage_tpu.options import SCHEDULE_ROWS, GenerateOptions, choose_mesh
 from qwenimage_tpu.text_buckets import undo_text_buckets, use_text_buckets
 from qwenimage_tpu_pallas.softmax import Softmax
 
@@ -38,9 +38,6 @@ from .dit import Execution, Modulation, linear, time_embedding
 from .placement import MODEL, make_mesh, partition_specs, shardings
 from .rope import rope_tables
 from .weights import Checkpoint, load_layer, load_parameters
-
-# Rows of the schedule's tables come in multiples of this, so that another number of steps compiles nothing.
-SCHEDULE_ROWS = 64
 
 
 class SpmdTransformer:
