@@ -61,5 +61,5 @@ $(SETUP): pyproject.toml constraints.txt overrides.txt
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
 	$(BIN)/uv pip install --python $(BIN)/python --constraints constraints.txt \
-	  --overrides overrides.txt --build-constraints constraints.txt --group dev --editable '.[emulator]'
+	  --overrides overrides.txt --build-constraints constraints.txt --group dev --editable '.[emulator,publish]'
 	@touch $@

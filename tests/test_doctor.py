@@ -137,14 +137,14 @@ def kernels(kernel_build: Path) -> LoadedKernels:
 
 
 def test_the_kernel_rows(kernels: LoadedKernels, kernel_build: Path):
-    loaded, smoke_run = check_kernels(str(kernel_build), model=None)
+    loaded, smoke_run = check_kernels(str(kernel_build), trust_remote_code=False, model=None)
     assert loaded.status == smoke_run.status == "ok"
     assert f"build {kernels.build_id}, digests verified" in loaded.found
     assert kernels.variant in loaded.found
 
 
 def test_kernels_that_do_not_load(tmp_path: Path):
-    (check,) = check_kernels(str(tmp_path), model=None)
+    (check,) = check_kernels(str(tmp_path), trust_remote_code=False, model=None)
     assert check.status == "problem"
     assert "No usable kernel build" in check.found
 

@@ -1,23 +1,27 @@
 """The loader: where builds are found, that every file is verified before import, and what errors say."""
 
+import functools
 import hashlib
 import os
 import py_compile
 import re
+import resource
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
 from huggingface_hub import constants
 from kernels import get_kernel
 
+from hub_state import Fault
 from kernel_trees import ROOT, edit_metadata, make_build, make_sources
-from local_hub import COMMIT, serve_kernel
+from local_hub import LocalHub
 from qwenimage_tpu import kernel_loader
 from qwenimage_tpu.assemble import assemble
 from qwenimage_tpu.kernel_loader import REPO_ID, KernelLoadError, load_kernels
@@ -273,9 +277,9 @@ def test_bytecode_beside_the_sources_is_neither_read_nor_written(build: Path, tm
     assert len(list(variant.rglob("*.pyc"))) == len(sources)
 
 
-@pytest.mark.parametrize("repo", ["./nowhere", "/nowhere/at/all", "nowhere", "a/b/c"])
+@pytest.mark.parametrize("repo", ["./nowhere", "/nowhere/at/all", "nowhere", "a/b/c", "a/b@"])
 def test_neither_folder_nor_hub_id(repo: str) -> None:
-    with pytest.raises(KernelLoadError, match=r"is an existing folder or a Hub id owner/name; .* is neither"):
+    with pytest.raises(KernelLoadError, match=r"is an existing folder or a Hub id, .* is neither"):
         load_kernels(repo)
 
 
@@ -289,16 +293,25 @@ def test_repository_that_is_not_cached_offline(monkeypatch: pytest.MonkeyPatch) 
 
 
 LOAD_FROM_HUB = """
+import sys
 from qwenimage_tpu.kernel_loader import load_kernels
-loaded = load_kernels("someone/kernels")
+loaded = load_kernels(sys.argv[1], trust_remote_code=len(sys.argv) > 2)
 print(loaded.path, loaded.module.late_factor())
 """
 
 
-def _load_from_hub(endpoint: str, cache: Path, *, offline: bool) -> subprocess.CompletedProcess[str]:
+def _load_from_hub(
+    endpoint: str,
+    cache: Path,
+    *,
+    repo: str = "someone/kernels",
+    trust: bool = True,
+    offline: bool = False,
+    **options: Any,
+) -> subprocess.CompletedProcess[str]:
     """In a process of its own: kernels and huggingface_hub read these variables when imported."""
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", LOAD_FROM_HUB],
+        [sys.executable, "-W", "error", "-c", LOAD_FROM_HUB, repo, *(["trust"] if trust else [])],
         env=os.environ
         | {
             "HF_ENDPOINT": endpoint,
@@ -309,51 +322,127 @@ def _load_from_hub(endpoint: str, cache: Path, *, offline: bool) -> subprocess.C
         capture_output=True,
         text=True,
         check=False,
+        **options,
     )
 
 
-def test_hub_repository_is_downloaded_verified_and_pinned(build: Path, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    repository = cache / "kernels--someone--kernels"
-    snapshot = repository / "snapshots" / COMMIT / "build" / _loadable_variant(build).name
-    expected = f"{snapshot} {_unique_factor(tmp_path)}\n"
-    with serve_kernel("someone/kernels", build) as endpoint:
-        online = _load_from_hub(endpoint, cache, offline=False)
-        assert online.stdout == expected, online.stderr
-        # The cache is made of links to blobs, and a blob that is there is not downloaded again.
-        assert (snapshot / "late.py").is_symlink()
-        (snapshot / "late.py").resolve().write_text("LATE_FACTOR = 666\n")
-        altered = _load_from_hub(endpoint, cache, offline=False)
-    assert altered.returncode == 1
-    assert re.search(rf"KernelLoadError: .*late\.py.*delete {repository} and run", altered.stderr, re.S)
+@pytest.fixture
+def hub(build: Path) -> Generator[LocalHub]:
+    """A Hub with the build as version 1 of someone/kernels."""
+    with LocalHub() as hub:
+        hub.add("someone/kernels", build)
+        yield hub
 
 
-def test_complete_hub_cache_serves_offline(build: Path, tmp_path: Path) -> None:
-    """The cache as `hf download --repo-type kernel --revision v1` leaves it."""
-    repository = tmp_path / "kernels--someone--kernels"
-    snapshot = repository / "snapshots" / COMMIT
-    for index, source in enumerate(p for p in build.rglob("*") if p.is_file()):
-        blob, link = repository / "blobs" / str(index), snapshot / "build" / source.relative_to(build)
-        for path in (blob, link):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, blob)
-        link.symlink_to(blob)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "v1").write_text(COMMIT)
-    ran = _load_from_hub("http://127.0.0.1:9", tmp_path, offline=True)
-    expected = f"{snapshot / 'build' / _loadable_variant(build).name} {_unique_factor(tmp_path)}\n"
-    assert ran.stdout == expected, ran.stderr
+@pytest.fixture
+def printed(hub: LocalHub, build: Path, tmp_path: Path) -> str:
+    """What LOAD_FROM_HUB prints when all is well."""
+    repository = tmp_path / "cache" / "kernels--someone--kernels"
+    commit = hub.repositories["someone/kernels"].branches["v1"]
+    variant = repository / "snapshots" / commit / "build" / _loadable_variant(build).name
+    return f"{variant} {_unique_factor(tmp_path)}\n"
 
 
-def test_hub_that_serves_an_altered_file(build: Path, tmp_path: Path) -> None:
+def test_hub_repository_is_downloaded_and_serves_offline(hub: LocalHub, printed: str, tmp_path: Path) -> None:
+    online = _load_from_hub(hub.endpoint, tmp_path / "cache")
+    assert online.stdout == printed, online.stderr
+    offline = _load_from_hub("http://127.0.0.1:9", tmp_path / "cache", offline=True)
+    assert offline.stdout == printed, offline.stderr
+
+
+def test_a_commit_or_branch_may_be_named(hub: LocalHub, printed: str, build: Path, tmp_path: Path) -> None:
+    commit = hub.repositories["someone/kernels"].branches["v1"]
     _alter(_loadable_variant(build))
-    with serve_kernel("someone/kernels", build) as endpoint:
-        ran = _load_from_hub(endpoint, tmp_path / "cache", offline=False)
-    assert re.search(r"KernelLoadError: .*was not imported:.*late\.py", ran.stderr, re.S)
+    hub.add("someone/kernels", build)  # what v1 is from now on
+    named = _load_from_hub(hub.endpoint, tmp_path / "cache", repo=f"someone/kernels@{commit}")
+    assert named.stdout == printed, named.stderr
+    latest = _load_from_hub(hub.endpoint, tmp_path / "cache", repo="someone/kernels@v1")
+    assert re.search(r"KernelLoadError: .*was not imported:.*late\.py", latest.stderr, re.S)
+
+
+def test_publisher_who_is_not_trusted_is_refused(hub: LocalHub, printed: str, tmp_path: Path) -> None:
+    refused = _load_from_hub(hub.endpoint, tmp_path / "cache", trust=False)
+    assert re.search(
+        r"KernelLoadError: .*not from a trusted publisher.*allow it with --trust-remote-code, in Python with"
+        r" load_kernels\(\.\.\., trust_remote_code=True\)",
+        refused.stderr,
+        re.S,
+    )
+    assert not [request for request in hub.requests if "/resolve/" in request]
+    hub.trusted_publishers.add("someone")
+    trusted = _load_from_hub(hub.endpoint, tmp_path / "cache", trust=False)
+    assert trusted.stdout == printed, trusted.stderr
+
+
+def test_file_altered_in_the_cache(hub: LocalHub, printed: str, tmp_path: Path) -> None:
+    _load_from_hub(hub.endpoint, tmp_path / "cache")
+    late = Path(printed.split()[0]) / "late.py"
+    # The cache is made of links to blobs, and a blob that is there is not downloaded again.
+    assert late.is_symlink()
+    late.resolve().write_text("LATE_FACTOR = 666\n")
+    for offline in (False, True):
+        altered = _load_from_hub(hub.endpoint, tmp_path / "cache", offline=offline)
+        assert altered.returncode == 1
+        assert re.search(r"KernelLoadError: .*late\.py.*delete (\S+) and run", altered.stderr, re.S)
+    shutil.rmtree(tmp_path / "cache" / "kernels--someone--kernels")
+    assert _load_from_hub(hub.endpoint, tmp_path / "cache").stdout == printed
+
+
+def test_complete_hub_cache_serves_offline(hub: LocalHub, printed: str, tmp_path: Path) -> None:
+    """The cache as `hf download --repo-type kernel --revision v1` leaves it."""
+    command = "from huggingface_hub import snapshot_download as s; import sys;"
+    command += "s('someone/kernels', repo_type='kernel', revision='v1', cache_dir=sys.argv[1])"
+    environ = os.environ | {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0"}
+    subprocess.run([sys.executable, "-c", command, str(tmp_path / "cache")], env=environ, check=True)
+    ran = _load_from_hub("http://127.0.0.1:9", tmp_path / "cache", offline=True)
+    assert ran.stdout == printed, ran.stderr
+
+
+def test_hub_that_serves_an_altered_file(hub: LocalHub, tmp_path: Path) -> None:
+    hub.faults.append(Fault("GET /kernels/someone/kernels/resolve/.*/late.py", "tamper", times=None))
+    ran = _load_from_hub(hub.endpoint, tmp_path / "cache")
+    assert re.search(r"KernelLoadError: .*was not imported:.*late\.py.*tell its owner", ran.stderr, re.S)
+
+
+@pytest.mark.parametrize("kind", ["cut", "cut within", "error"])
+def test_download_that_breaks_is_not_loaded_and_goes_on_later(
+    hub: LocalHub, printed: str, tmp_path: Path, kind: Literal["cut", "cut within", "error"]
+) -> None:
+    fault = Fault("GET /kernels/someone/kernels/resolve/.*/(late|__init__).py", kind, times=None)
+    hub.faults.append(fault)
+    broken = _load_from_hub(hub.endpoint, tmp_path / "cache")
+    assert re.search(
+        r"KernelLoadError: Cannot get version 1 .*Check the name and the network", broken.stderr, re.S
+    )
+    offline = _load_from_hub(hub.endpoint, tmp_path / "cache", offline=True)
+    assert re.search(r"KernelLoadError: ", offline.stderr)
+    hub.faults.clear()
+    healed = _load_from_hub(hub.endpoint, tmp_path / "cache")
+    assert healed.stdout == printed, healed.stderr
+
+
+def test_server_error_that_passes_is_not_noticed(hub: LocalHub, printed: str, tmp_path: Path) -> None:
+    hub.faults.append(Fault("GET /kernels/someone/kernels/resolve/.*/late.py", "error"))
+    ran = _load_from_hub(hub.endpoint, tmp_path / "cache")
+    assert ran.stdout == printed, ran.stderr
+
+
+def test_cache_that_is_full(hub: LocalHub, printed: str, tmp_path: Path) -> None:
+    # No file may grow beyond this, as on a disk without room; the first of the build is larger.
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (64, 64))
+    full = _load_from_hub(hub.endpoint, tmp_path / "cache", preexec_fn=limit)
+    assert re.search(r"KernelLoadError: .*have room for some MB: .* KERNELS_CACHE", full.stderr, re.S)
+    assert _load_from_hub(hub.endpoint, tmp_path / "cache").stdout == printed
+
+
+def test_cache_that_cannot_be_written(hub: LocalHub, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    ran = _load_from_hub(hub.endpoint, tmp_path / "cache")
+    assert re.search(r"KernelLoadError: .*must be writable .* KERNELS_CACHE", ran.stderr, re.S)
 
 
 def test_hub_that_cannot_be_reached(tmp_path: Path) -> None:
-    ran = _load_from_hub("http://127.0.0.1:9", tmp_path / "cache", offline=False)
+    ran = _load_from_hub("http://127.0.0.1:9", tmp_path / "cache")
     assert re.search(r"KernelLoadError: Cannot get version 1 .*'someone/kernels'.*Check", ran.stderr, re.S)
 
 

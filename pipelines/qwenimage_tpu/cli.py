@@ -21,7 +21,13 @@ EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 SECONDS_FOR_ANOTHER = 2
 # RuntimeErrors of ours that say what the user can do; named, so that none need be imported.
-USER_ERRORS = ("KernelLoadError", "EmulatorError", "CompilerKilledError", "ProcessFailedError")
+USER_ERRORS = (
+    "KernelLoadError",
+    "EmulatorError",
+    "CompilerKilledError",
+    "ProcessFailedError",
+    "PublishError",
+)
 
 # Set while a generate command is checked and not run.
 _only_check = ContextVar("_only_check", default=False)
@@ -36,7 +42,17 @@ app = typer.Typer(
 
 KernelRepo = Annotated[
     str | None,
-    typer.Option(help="Load the kernels from this Hub repository or folder instead of the bundled build."),
+    typer.Option(
+        help="Load the kernels from this folder or Hub repository, owner/name or owner/name@revision, instead"
+        " of the bundled build."
+    ),
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run a --kernel-repo of a publisher whom the Hub does not list as trusted.",
+    ),
 ]
 
 
@@ -101,6 +117,7 @@ def generate_command(
         Path | None, typer.Option(help="Keep compiled programs in this folder for later runs.")
     ] = None,
     kernel_repo: KernelRepo = None,
+    trust_remote_code: TrustRemoteCode = False,
     softmax: Annotated[
         SoftmaxName | None,
         typer.Option(
@@ -146,6 +163,7 @@ def generate_command(
             images_per_prompt=batch,
             kernels=not no_kernels,
             kernel_repo=kernel_repo,
+            trust_remote_code=trust_remote_code,
             softmax=softmax,
             compile=mode,
         )
@@ -224,6 +242,7 @@ def doctor_command(
         Path | None, typer.Option(help="Also say which softmax this local checkpoint gets.")
     ] = None,
     kernel_repo: KernelRepo = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Check versions, clashes, hardware and kernels, and say what to do about each problem."""
@@ -233,7 +252,7 @@ def doctor_command(
     with _readable_errors():
         from .doctor import diagnose, has_problem, print_json, print_table
 
-        checks = diagnose(user_environment, model=model, kernel_repo=kernel_repo)
+        checks = diagnose(user_environment, model, kernel_repo, trust_remote_code=trust_remote_code)
         (print_json if as_json else print_table)(checks)
         if has_problem(checks):
             raise typer.Exit(1)
@@ -257,6 +276,33 @@ def build_command(
             _print_error("\n".join(f"build/{path} is stale" for path in stale))
             _print_error("run `make build` and commit build/")
             raise typer.Exit(1)
+
+
+@app.command("publish")
+def publish_command(
+    repo: Annotated[
+        str, typer.Option(help="The kernel repository on the Hub, owner/name; it is created if need be.")
+    ] = "org/qwenimage-tpu-kernels",
+    token: Annotated[
+        str | None, typer.Option(help="Of the Hub, with write access; as `hf auth login` left it.")
+    ] = None,
+    upload: Annotated[bool, typer.Option("--upload", help="Do it; without, only say what would be.")] = False,
+) -> None:
+    """Publish the kernels of this clone on the Hub, as the version that build.toml says.
+
+    Checks that all is committed, the build fresh, the benchmark of these kernels, and that a published
+    version keeps its API. Uploads build/, the card and the benchmark in one commit to branch v<version>, then
+    loads that in a fresh process and cache. Doing it again changes nothing.
+    """
+    environment.configure()
+    with _readable_errors():
+        from rich.console import Console
+
+        with _status("loading"):
+            from .publishing.command import publish
+
+        root = Path(__file__).resolve().parents[2]
+        publish(root, repo, token, upload=upload, console=Console())
 
 
 @app.command("tune")
@@ -449,6 +495,7 @@ def verify_command(
         "qwenimage-tpu-report.md"
     ),
     kernel_repo: KernelRepo = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Check kernels, pictures, compilations and speed on this machine's TPU, and write a report."""
     environment.configure()
@@ -457,7 +504,9 @@ def verify_command(
         from .verify import verify
 
         check_report_path(output)
-        if not verify(output, emulated=emulated, kernel_repo=kernel_repo):
+        if not verify(
+            output, emulated=emulated, kernel_repo=kernel_repo, trust_remote_code=trust_remote_code
+        ):
             raise typer.Exit(1)
 
 

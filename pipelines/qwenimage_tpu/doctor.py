@@ -22,7 +22,11 @@ STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
 def diagnose(
-    environ: Mapping[str, str], model: Path | None = None, kernel_repo: str | None = None
+    environ: Mapping[str, str],
+    model: Path | None = None,
+    kernel_repo: str | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> list[Check]:
     """All checks of this machine.
 
@@ -37,7 +41,7 @@ def diagnose(
         *check_clashes(installed, python=platform.python_version()),
         check_hardware(devices),
         *check_environment(environ, has_tpu=bool(devices)),
-        *_kernel_checks(kernel_repo, model),
+        *_kernel_checks(kernel_repo, trust_remote_code, model),
     ]
 
 
@@ -64,13 +68,13 @@ def installed_versions(names: Iterable[str]) -> dict[str, str]:
     return versions
 
 
-def _kernel_checks(kernel_repo: str | None, model: Path | None) -> list[Check]:
+def _kernel_checks(kernel_repo: str | None, trust_remote_code: bool, model: Path | None) -> list[Check]:
     try:
         # Here, because the table must also appear where torch does not import.
         from .doctor_kernels import check_kernels
     except Exception as error:
         return [Check("imports", "problem", f"{type(error).__name__}: {error}", "see the versions above")]
-    return check_kernels(kernel_repo, model)
+    return check_kernels(kernel_repo, trust_remote_code, model)
 
 
 def print_table(checks: Sequence[Check]) -> None:

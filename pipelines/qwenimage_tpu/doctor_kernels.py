@@ -17,10 +17,10 @@ WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 
 
-def check_kernels(repo: str | None, model: Path | None) -> list[Check]:
+def check_kernels(repo: str | None, trust_remote_code: bool, model: Path | None) -> list[Check]:
     """Load the kernels, run one, and ask for the checkpoint's softmax if a model folder is given."""
     try:
-        loaded = load_kernels(repo)
+        loaded = load_kernels(repo, trust_remote_code=trust_remote_code)
     except KernelLoadError as error:
         return [Check("kernels", "problem", str(error), "see the message")]
     found = f"{loaded.repo}: variant {loaded.variant}, build {loaded.build_id}, digests verified"

@@ -86,7 +86,7 @@ def prepared(
         used = None
         if options.kernels:
             with (watch or Stopwatch()).stage("kernels"):
-                loaded = load_kernels(options.kernel_repo)
+                loaded = load_kernels(options.kernel_repo, trust_remote_code=options.trust_remote_code)
                 patch = attach_kernels(pipe, loaded, options.softmax)
             cleanup.callback(patch.undo)
             used = UsedKernels(loaded.repo, loaded.build_id, loaded.variant, patch.softmax)

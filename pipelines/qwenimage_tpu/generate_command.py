@@ -68,7 +68,7 @@ def _load_torch(request: Request, watch: Stopwatch) -> Paint:
     if options.kernels:
         # A fault of theirs must not wait for a large model; generate() then finds them loaded.
         with watch.stage("kernels"):
-            load_kernels(options.kernel_repo)
+            load_kernels(options.kernel_repo, trust_remote_code=options.trust_remote_code)
     with watch.stage("load"):
         pipe = load_pipeline(request.model, request.demo, getattr(torch, request.dtype))
         move_pipeline(pipe, request.device, request.text_encoder_device)

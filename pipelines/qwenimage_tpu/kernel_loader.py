@@ -7,6 +7,7 @@ never read.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from .hub_retries import causes, with_retries
 from .source_only import source_only
 
 if TYPE_CHECKING:
@@ -22,6 +24,11 @@ if TYPE_CHECKING:
 REPO_ID = "org/qwenimage-tpu-kernels"
 KERNEL_NAME = "qwenimage-tpu-kernels"
 KERNEL_VERSION = 1
+
+DISK_ERRORS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),  # full
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST),  # not to be written
+)
 
 
 class KernelLoadError(RuntimeError):
@@ -51,22 +58,27 @@ class _Located:
     load: Callable[[], ModuleType]
 
 
-def load_kernels(repo: str | None = None) -> LoadedKernels:
+def load_kernels(
+    repo: str | None = None, *, version: int = KERNEL_VERSION, trust_remote_code: bool = False
+) -> LoadedKernels:
     """Verify and import the kernels.
 
     Args:
         repo: None for the build that came with this package (or the one LOCAL_KERNELS names for
-            org/qwenimage-tpu-kernels); a folder; or a Hub repository "owner/name". Naming a
-            repository is the consent to run its code.
+            org/qwenimage-tpu-kernels); a folder; or a Hub repository, "owner/name" for its branch of the
+            version or "owner/name@revision" for a commit (as kernels.lock holds it), a branch or a tag.
+        version: of the kernels' API.
+        trust_remote_code: run the code of a Hub repository whose publisher the Hub does not list as a trusted
+            publisher of kernels.
 
     Raises:
-        KernelLoadError: no build is found for this machine, a file of the build is altered, missing or
-            unknown, the build has no digest or is not version 1 of qwenimage-tpu-kernels, or its import
-            fails.
+        KernelLoadError: no build is found for this machine, the publisher is not trusted, a file of the build
+            is altered, missing or unknown, the build has no digest or is not that version of
+            qwenimage-tpu-kernels, or its import fails.
     """
-    located = _locate(repo)
+    located = _locate(repo, version, trust_remote_code)
     metadata = located.metadata
-    _check_identity(located)
+    _check_identity(located, version)
     _verify_files(located)
 
     module = _already_loaded(metadata)
@@ -75,14 +87,14 @@ def load_kernels(repo: str | None = None) -> LoadedKernels:
     return LoadedKernels(
         module=module,
         repo=located.repo,
-        version=KERNEL_VERSION,
+        version=version,
         build_id=metadata.id,
         variant=located.path.name,
         path=located.path.resolve(),
     )
 
 
-def _locate(repo: str | None) -> _Located:
+def _locate(repo: str | None, version: int, trust_remote_code: bool) -> _Located:
     from kernels import get_kernel, get_local_kernel
 
     overrides = _local_overrides()
@@ -103,10 +115,8 @@ def _locate(repo: str | None) -> _Located:
         folder = folder.resolve()
         return _locate_local(repo, folder, lambda: get_local_kernel(folder))
     if repo in overrides:
-        return _locate_local(
-            repo, overrides[repo], lambda: get_kernel(repo, version=KERNEL_VERSION, trust_remote_code=[repo])
-        )
-    return _locate_on_hub(repo)
+        return _locate_local(repo, overrides[repo], lambda: get_kernel(repo, version=version))
+    return _locate_on_hub(repo, version, trust_remote_code)
 
 
 def _locate_local(repo: str, folder: Path, load: Callable[[], ModuleType]) -> _Located:
@@ -122,29 +132,39 @@ def _locate_local(repo: str, folder: Path, load: Callable[[], ModuleType]) -> _L
     return _Located(repo, kernel.variant_path, kernel.metadata, remedy, load)
 
 
-def _locate_on_hub(repo: str) -> _Located:
+def _locate_on_hub(repo: str, version: int, trust_remote_code: bool) -> _Located:
     from huggingface_hub import constants
     from kernels import Metadata, get_kernel, install_kernel
 
-    if repo.count("/") != 1 or repo.startswith((".", "/", "~")):
+    name, at, revision = repo.partition("@")
+    if name.count("/") != 1 or name.startswith((".", "/", "~")) or (at and not revision):
         raise KernelLoadError(
-            f"A kernel repository is an existing folder or a Hub id owner/name; {repo!r} is neither: "
-            "correct the path or the id."
+            f"A kernel repository is an existing folder or a Hub id, owner/name or owner/name@revision;"
+            f" {repo!r} is neither: correct the path or the id."
         )
-    try:
+    offline = constants.HF_HUB_OFFLINE
+
+    def install() -> Path:
         path = install_kernel(
-            repo,
-            version=KERNEL_VERSION,
-            local_files_only=constants.HF_HUB_OFFLINE,
-            trust_remote_code=[repo],
+            name,
+            revision=revision or None,
+            version=None if revision else version,
+            local_files_only=offline,
+            trust_remote_code=[name] if trust_remote_code else False,
         )
+        if not offline:
+            _complete_cache(name, revision or f"v{version}")
+        return path
+
+    try:
+        path = with_retries(install)
         metadata = Metadata.read_from_file(path / "metadata.json")
     # kernels, huggingface_hub and the HTTP client below them share no base class for their errors.
     except Exception as error:
+        wanted = f"revision {revision}" if revision else f"version {version}"
         raise KernelLoadError(
-            f"Cannot get version {KERNEL_VERSION} of the kernels from the Hub repository {repo!r}: {error}\n"
-            "Check the name and the network (HF_HUB_OFFLINE=1 allows only what is cached), or leave "
-            "--kernel-repo out to use the build that comes with this package."
+            f"Cannot get {wanted} of the kernels from the Hub repository {name!r}: {error}\n"
+            f"{_hub_remedy(error, trust_remote_code)}"
         ) from error
 
     # <cache>/<repository>/snapshots/<commit>/build/<variant>. The commit pins what is imported to what was
@@ -154,8 +174,38 @@ def _locate_on_hub(repo: str) -> _Located:
         repo,
         path,
         metadata,
-        f"delete {cached_repository} and run again to download it afresh",
-        lambda: get_kernel(repo, revision=commit, trust_remote_code=[repo]),
+        f"delete {cached_repository} and run again to download it afresh; if that does not help, the"
+        " repository itself is damaged: tell its owner",
+        # The publisher was checked above, or trusted by the caller.
+        lambda: get_kernel(name, revision=commit, trust_remote_code=[name]),
+    )
+
+
+def _complete_cache(name: str, revision: str) -> None:
+    """Let the cache serve offline: there, `kernels` wants the branch's name and all files of the repository,
+    but online it downloads one variant of a commit.
+    """
+    from huggingface_hub import snapshot_download
+    from kernels.hf_hub import CACHE_DIR
+
+    snapshot_download(name, repo_type="kernel", revision=revision, cache_dir=CACHE_DIR)
+
+
+def _hub_remedy(error: BaseException, trust_remote_code: bool) -> str:
+    if not trust_remote_code and "trust" in str(error):
+        return (
+            "Its code would run with your rights. If you trust whoever publishes it, allow it with"
+            " --trust-remote-code, in Python with load_kernels(..., trust_remote_code=True) or"
+            " get_kernel(..., trust_remote_code=[...])."
+        )
+    if any(isinstance(each, OSError) and each.errno in DISK_ERRORS for each in causes(error)):
+        return (
+            "The cache's folder must be writable and have room for some MB: free some, or name another folder"
+            " with KERNELS_CACHE (or HF_HOME)."
+        )
+    return (
+        "Check the name and the network (HF_HUB_OFFLINE=1 allows only what is cached), or leave --kernel-repo"
+        " out to use the build that comes with this package."
     )
 
 
@@ -201,11 +251,11 @@ def _bundled_build() -> Path:
     )
 
 
-def _check_identity(located: _Located) -> None:
+def _check_identity(located: _Located, version: int) -> None:
     metadata = located.metadata
-    if (str(metadata.name), metadata.version) != (KERNEL_NAME, KERNEL_VERSION):
+    if (str(metadata.name), metadata.version) != (KERNEL_NAME, version):
         raise KernelLoadError(
-            f"{located.path} must be version {KERNEL_VERSION} of {KERNEL_NAME}, but its metadata.json says "
+            f"{located.path} must be version {version} of {KERNEL_NAME}, but its metadata.json says "
             f"version {metadata.version} of {metadata.name}: name another repository with --kernel-repo."
         )
     if metadata.kernel_depends:

@@ -28,9 +28,10 @@ class GenerateOptions:
     Picture i (counted over all prompts) has the seed `seed + i`, so that it equals a run of its own.
     `true_cfg_scale` > 1 turns on classifier-free guidance with `negative_prompt`, or with " " if that is
     None. `text_bucket` fixes the padded text length; None takes the smallest of TEXT_BUCKETS that fits.
-    `kernel_repo` None means the default repository. `softmax` None lets the kernels choose one that is exact
-    for the model. `compile` "blocks" or "full" compiles the models, the
-    transformer by its blocks or as a whole; None runs them eagerly.
+    `kernel_repo` None means the bundled build; `trust_remote_code` allows one on the Hub whose publisher is
+    not trusted there. `softmax` None lets the kernels choose one that is exact for the model. `compile`
+    "blocks" or "full" compiles the models, the transformer by its blocks or as a whole; None runs them
+    eagerly.
     Raises ValueError with the rule, the value and the remedy.
     """
 
@@ -45,6 +46,7 @@ class GenerateOptions:
     text_bucket: int | None = None
     kernels: bool = True
     kernel_repo: str | None = None
+    trust_remote_code: bool = False
     softmax: SoftmaxName | None = None
     compile: Literal["blocks", "full"] | None = None
 
@@ -57,6 +59,8 @@ class GenerateOptions:
         _check_at_least_one("images per prompt", self.images_per_prompt)
         check_size(self.height, self.width)
         self._check_guidance()
+        if self.trust_remote_code and self.kernel_repo is None:
+            raise ValueError("--trust-remote-code is said of a --kernel-repo; name one, or leave it out")
         if self.softmax is not None and not self.kernels:
             raise ValueError(
                 f"the {self.softmax} softmax belongs to the kernels, which are turned off; leave one out"

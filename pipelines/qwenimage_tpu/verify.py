@@ -49,16 +49,19 @@ REPETITIONS = 10
 GENERATIONS = {"TPU v5e": "v5e", "TPU v5p": "v5p", "TPU v6e": "v6e", "TPU v7": "tpu7x"}
 
 
-def verify(output: Path, *, emulated: bool, kernel_repo: str | None) -> bool:
+def verify(output: Path, *, emulated: bool, kernel_repo: str | None, trust_remote_code: bool = False) -> bool:
     """Run all checks, print them, and write the report. Whether no check found a problem.
 
-    Raises ValueError without a TPU unless `emulated`, EmulatorError if the emulated device does not start.
+    Raises ValueError without a TPU unless `emulated`, EmulatorError if the emulated device does not start,
+    KernelLoadError if the kernels cannot be loaded.
     """
     console = Console()
     if emulated:
         emulator.start()
     else:
         import_tpu_backend()
+    # From here on they are a folder that has been verified.
+    kernel_repo = str(load_kernels(kernel_repo, trust_remote_code=trust_remote_code).path)
     size = SMALL_SIZE if emulated else REAL_SIZE
     implementation = "interpret" if emulated else "kernel"
     checks = [Check("hardware", "ok", "emulated on the CPU" if emulated else hardware())]

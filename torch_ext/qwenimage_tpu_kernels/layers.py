@@ -2,7 +2,7 @@
 
 Each class is a stateless layer as the Hub wants it: a forward that reads the attributes of the diffusers
 module it stands in for, and nothing else. An attribute `kernel_implementation`, where there is one,
-chooses the implementation of the functions in `ops`.
+chooses the implementation of the functions in `ops`. `kernelize` asks them for what they support.
 """
 
 import math
@@ -31,15 +31,24 @@ def _implementation(module: nn.Module) -> str:
 class RMSNorm(nn.Module):
     """For `diffusers.models.normalization.RMSNorm` with a weight and without a bias."""
 
+    has_backward = False
+    can_torch_compile = True
+
     weight: nn.Parameter
     eps: float
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return rms_norm(hidden_states, self.weight, eps=self.eps, implementation=_implementation(self))
+        # Of heads, [batch, tokens, heads, head_dim], each is a row.
+        rows = hidden_states if hidden_states.ndim == 3 else hidden_states.flatten(0, -2)[None]
+        normed = rms_norm(rows, self.weight, eps=self.eps, implementation=_implementation(self))
+        return normed.view_as(hidden_states)
 
 
 class AdaLayerNormContinuous(nn.Module):
     """For `diffusers.models.normalization.AdaLayerNormContinuous` over a LayerNorm without affine weights."""
+
+    has_backward = False
+    can_torch_compile = True
 
     silu: nn.Module
     linear: nn.Module
@@ -64,6 +73,9 @@ def _gated_residual(
 
 class QwenImageTransformerBlock(nn.Module):
     """For `QwenImageTransformerBlock` of diffusers, whose attention has a `QwenImageAttnProcessor`."""
+
+    has_backward = False
+    can_torch_compile = True
 
     zero_cond_t: bool
     img_mod: nn.Module

@@ -3,7 +3,7 @@
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from .attention_report import AttentionReport
 
@@ -23,7 +23,7 @@ def check_picture(path: Path) -> None:
         )
 
 
-def draw(reports: Sequence[AttentionReport], path: Path) -> None:
+def draw(reports: Sequence[AttentionReport], target: Path | BinaryIO) -> None:
     """A panel per report, a bar per contender that compiled, the fastest on top, and a line at the floor."""
     from matplotlib.figure import Figure
 
@@ -34,7 +34,7 @@ def draw(reports: Sequence[AttentionReport], path: Path) -> None:
     )
     for report, panel in zip(reports, panels[:, 0], strict=True):
         draw_panel(report, panel)
-    figure.savefig(path)
+    figure.savefig(target)
 
 
 def draw_panel(report: AttentionReport, panel: Any) -> None:
