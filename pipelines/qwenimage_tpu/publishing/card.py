@@ -44,6 +44,7 @@ def fill_card(
         functions=functions,
         layers=layers,
         benchmark=benchmark_table(reports),
+        remarks=benchmark_remarks(reports[0]),
         shape=shape_of(reports),
         generations=" ".join(f"-g {report.generation}" for report in reports),
         libtpu=versions["libtpu"],
@@ -65,9 +66,21 @@ def benchmark_table(reports: Sequence[AttentionReport]) -> str:
         name = f"**{result.contender}**" if result.ours else result.contender
         columns = [cycles.get((report.generation, result.contender), "") for report in reports]
         rows.append([name, *columns])
-    floors = [f"{report.floor.scheduled:,}" for report in reports]
-    rows.append(["*the matmuls alone*", *floors])
+    rows.append(["*the matmuls alone*", *(f"{report.floor.scheduled:,}" for report in reports)])
+    rows.append(["*at the published peak*", *(f"{report.floor.peak:,}" for report in reports)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def benchmark_remarks(report: AttentionReport) -> list[str]:
+    """What the cycles of a contender do not say."""
+    remarks: list[str] = []
+    for result in report.ranked:
+        if result.remark:
+            remarks.append(f"{result.contender}: {result.remark}.")
+        if result.measured and report.memory_seconds(result.measured) > report.cycle_seconds(result.measured):
+            waits = f"{report.memory_seconds(result.measured) * 1e6:,.0f} µs on {report.generation}"
+            remarks.append(f"{result.contender}: bound by memory, {waits}.")
+    return remarks
 
 
 def shape_of(reports: Sequence[AttentionReport]) -> str:
