@@ -84,6 +84,11 @@ def test_requirements(requirement: str, installed: dict[str, str], status: str, 
     assert check.remedy == ("" if status == "ok" else f'pip install "{requirement}"')
 
 
+def test_extras_are_not_missed():
+    requirements = ["numpy", 'tokamax==0.0.17; extra == "bench"']
+    assert [check.name for check in check_requirements(requirements, {"numpy": "2.0"})] == ["numpy"]
+
+
 def test_without_our_own_metadata_there_is_a_warning():
     (check,) = check_requirements([], GOOD)
     assert (check.status, check.found) == ("warning", "not installed")

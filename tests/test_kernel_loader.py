@@ -285,9 +285,7 @@ def test_neither_folder_nor_hub_id(repo: str) -> None:
 
 def test_repository_that_is_not_cached_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        KernelLoadError, match=r"(?s)Hub repository 'no-such/kernels'.*HF_HUB_OFFLINE=1"
-    ) as caught:
+    with pytest.raises(KernelLoadError, match=r"(?s)'no-such/kernels' on http.*HF_HUB_OFFLINE=1") as caught:
         load_kernels("no-such/kernels")
     assert isinstance(caught.value.__cause__, ValueError)
 
@@ -295,7 +293,8 @@ def test_repository_that_is_not_cached_offline(monkeypatch: pytest.MonkeyPatch) 
 LOAD_FROM_HUB = """
 import sys
 from qwenimage_tpu.kernel_loader import load_kernels
-loaded = load_kernels(sys.argv[1], trust_remote_code=len(sys.argv) > 2)
+trust = {"": False, "trust": True}.get(sys.argv[2], [sys.argv[2]])
+loaded = load_kernels(sys.argv[1], trust_remote_code=trust)
 print(loaded.path, loaded.module.late_factor())
 """
 
@@ -305,13 +304,13 @@ def _load_from_hub(
     cache: Path,
     *,
     repo: str = "someone/kernels",
-    trust: bool = True,
+    trust: str = "trust",
     offline: bool = False,
     **options: Any,
 ) -> subprocess.CompletedProcess[str]:
     """In a process of its own: kernels and huggingface_hub read these variables when imported."""
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", LOAD_FROM_HUB, repo, *(["trust"] if trust else [])],
+        [sys.executable, "-W", "error", "-c", LOAD_FROM_HUB, repo, trust],
         env=os.environ
         | {
             "HF_ENDPOINT": endpoint,
@@ -356,12 +355,14 @@ def test_a_commit_or_branch_may_be_named(hub: LocalHub, printed: str, build: Pat
     hub.add("someone/kernels", build)  # what v1 is from now on
     named = _load_from_hub(hub.endpoint, tmp_path / "cache", repo=f"someone/kernels@{commit}")
     assert named.stdout == printed, named.stderr
+    unreachable = _load_from_hub("http://127.0.0.1:9", tmp_path / "cache", repo=f"someone/kernels@{commit}")
+    assert unreachable.stdout == printed, unreachable.stderr
     latest = _load_from_hub(hub.endpoint, tmp_path / "cache", repo="someone/kernels@v1")
     assert re.search(r"KernelLoadError: .*was not imported:.*late\.py", latest.stderr, re.S)
 
 
 def test_publisher_who_is_not_trusted_is_refused(hub: LocalHub, printed: str, tmp_path: Path) -> None:
-    refused = _load_from_hub(hub.endpoint, tmp_path / "cache", trust=False)
+    refused = _load_from_hub(hub.endpoint, tmp_path / "cache", trust="other/kernels")
     assert re.search(
         r"KernelLoadError: .*not from a trusted publisher.*allow it with --trust-remote-code, in Python with"
         r" load_kernels\(\.\.\., trust_remote_code=True\)",
@@ -370,7 +371,7 @@ def test_publisher_who_is_not_trusted_is_refused(hub: LocalHub, printed: str, tm
     )
     assert not [request for request in hub.requests if "/resolve/" in request]
     hub.trusted_publishers.add("someone")
-    trusted = _load_from_hub(hub.endpoint, tmp_path / "cache", trust=False)
+    trusted = _load_from_hub(hub.endpoint, tmp_path / "cache", trust="")
     assert trusted.stdout == printed, trusted.stderr
 
 
@@ -404,7 +405,7 @@ def test_hub_that_serves_an_altered_file(hub: LocalHub, tmp_path: Path) -> None:
     assert re.search(r"KernelLoadError: .*was not imported:.*late\.py.*tell its owner", ran.stderr, re.S)
 
 
-@pytest.mark.parametrize("kind", ["cut within", "error"])
+@pytest.mark.parametrize("kind", ["cut within", pytest.param("error", marks=pytest.mark.full)])
 def test_download_that_breaks_is_not_loaded_and_goes_on_later(
     hub: LocalHub, printed: str, tmp_path: Path, kind: Literal["cut within", "error"]
 ) -> None:
@@ -412,7 +413,7 @@ def test_download_that_breaks_is_not_loaded_and_goes_on_later(
     hub.faults.append(fault)
     broken = _load_from_hub(hub.endpoint, tmp_path / "cache")
     assert re.search(
-        r"KernelLoadError: Cannot get version 1 .*Check the name and the network", broken.stderr, re.S
+        r"KernelLoadError: Cannot get version 1 .*Check the name, the network", broken.stderr, re.S
     )
     offline = _load_from_hub(hub.endpoint, tmp_path / "cache", offline=True)
     assert re.search(r"KernelLoadError: ", offline.stderr)
@@ -441,8 +442,8 @@ def test_cache_that_cannot_be_written(hub: LocalHub, tmp_path: Path) -> None:
     assert re.search(r"KernelLoadError: .*must be writable .* KERNELS_CACHE", ran.stderr, re.S)
 
 
-@pytest.mark.parametrize("trust", [False, True])
-def test_hub_that_cannot_be_reached(tmp_path: Path, trust: bool) -> None:
+@pytest.mark.parametrize("trust", ["", "trust"])
+def test_hub_that_cannot_be_reached(tmp_path: Path, trust: str) -> None:
     ran = _load_from_hub("http://127.0.0.1:9", tmp_path / "cache", trust=trust)
     assert re.search(r"KernelLoadError: Cannot get version 1 .*'someone/kernels'.*Check", ran.stderr, re.S)
 

@@ -114,6 +114,7 @@ def test_lock_refuses_publishers_who_are_not_trusted(run: Run, tmp_path: Path) -
     assert not (tmp_path / "kernels.lock").exists()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("trusted")
 def test_locked_version(run: Run, hub: LocalHub, tmp_path: Path) -> None:
     _project(tmp_path)
@@ -149,6 +150,7 @@ def test_offline_get_kernel_needs_all_files(run: Run, tmp_path: Path) -> None:
     assert VARIANT.search(run(*program(hub_programs.literal), offline=True).stdout)
 
 
+@pytest.mark.full
 def test_benchmark_runs_from_a_folder_only(run: Run, tmp_path: Path) -> None:
     quick = ("--iterations", "1", "--warmup", "0", "--output", "result.json")
     by_name = run(*tool("kernels", "benchmark", REPO, "--version", "1", *quick), check=False)
@@ -161,6 +163,7 @@ def test_benchmark_runs_from_a_folder_only(run: Run, tmp_path: Path) -> None:
     assert all(result["verified"] for result in results)
 
 
+@pytest.mark.full
 def test_signature_is_said_to_be_missing(run: Run) -> None:
     refused = run(*tool("kernels", "verify-signature", REPO, "1"), check=False)
     assert "signature not found" in refused.stdout + refused.stderr or "trusted publisher" in refused.stderr
@@ -177,6 +180,7 @@ def test_two_versions_in_one_process(run: Run) -> None:
     assert run(*program(hub_programs.two_versions)).stdout.strip() == "side by side"
 
 
+@pytest.mark.full
 def test_where_torch_tpu_loads_by_itself(run: Run) -> None:
     """As where nobody sets anything: importing torch imports torch_tpu, and there is no TPU."""
     done = run(*program(hub_programs.run_functions), TORCH_DEVICE_BACKEND_AUTOLOAD="1")

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from PIL import Image
 from hub_state import TOKEN, Blob, Fault, Repository
 from kernel_trees import ROOT
 from local_hub import LocalHub
+from qwenimage_tpu import environment
 from qwenimage_tpu.publishing.command import compare, publish, upload_release
 from qwenimage_tpu.publishing.release import PICTURE, Release, make_release
 from qwenimage_tpu.publishing.repository import KernelRepository, PublishError
@@ -313,7 +315,7 @@ def test_fault_that_lasts_leaves_no_half_version(
     hub: LocalHub, release: Release, step: str, kind: Kind
 ) -> None:
     hub.faults.append(Fault(STEPS[step], kind, times=None))
-    told = r"(?s)failed: .*No version is half published.*run the command again"
+    told = r"(?s)failed on http.*No version is half published.*run it again"
     done = (kind, step) in DONE_ALL_THE_SAME
     with nullcontext() if done else pytest.raises(PublishError, match=told):
         upload_release(release, repository(), Printed())
@@ -391,9 +393,44 @@ def test_token_without_rights(hub: LocalHub, release: Release) -> None:
     assert not hub.repositories
 
 
+def test_broken_kernel_is_not_uploaded(hub: LocalHub, tmp_path: Path) -> None:
+    root = make_clone(tmp_path)
+    edit(root / "torch_ext/qwenimage_tpu_kernels/ops.py", "def rms_norm(\n    x: ", "def rms_norm(\n    y: ")
+    build_and_commit(root)
+    with pytest.raises(PublishError, match=r"(?s)the build does not work, and was not uploaded:.*NameError"):
+        publish(root, REPO, TOKEN, upload=True, console=Printed())
+    assert not hub.requests
+
+
+def test_version_must_be_the_pipelines_too(tmp_path: Path) -> None:
+    root = make_clone(tmp_path)
+    edit(root / "build.toml", "version = 1", "version = 2")
+    build_and_commit(root)
+    with pytest.raises(ValueError, match=r"build.toml says version 2 and KERNEL_VERSION in .* 1: set both"):
+        publish(root, REPO, TOKEN, upload=False, console=Printed())
+
+
+@pytest.mark.parametrize("name", ["", "x", "org/", "/x", "a/b/c", "org/x@v1", "https://hf.co/org/x"])
+def test_bad_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=r"--repo must be owner/name, as in .*; correct it"):
+        publish(tmp_path, name, TOKEN, upload=True, console=Printed())
+
+
+def test_interrupt_that_python_lost_is_found_before_the_next_step(
+    hub: LocalHub, release: Release, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "_interrupts", list[int]())
+    with pytest.raises(KeyboardInterrupt):
+        environment.interrupt(signal.SIGINT, None)
+    with pytest.raises(KeyboardInterrupt):
+        upload_release(release, repository(), Printed())
+    assert not hub.requests
+
+
 def test_hub_that_gives_an_altered_build_is_found_out(hub: LocalHub, tmp_path: Path) -> None:
     hub.faults.append(Fault("GET /kernels/.*/resolve/.*/ops.py", "tamper", times=None))
     with pytest.raises(
-        PublishError, match=r"(?s)does not load from there:.*not what its metadata.json says.*ops.py"
+        PublishError,
+        match=r"(?s)is public now, but .* does not work:.*not what its metadata.json says.*ops.py",
     ):
         publish(make_clone(tmp_path), REPO, TOKEN, upload=True, console=Printed())

@@ -78,14 +78,19 @@ def read_build_config(root: Path) -> BuildConfig:
     """Read `root`/build.toml.
 
     Raises:
-        ValueError: the file is missing, is not TOML or lacks a key of [general].
+        ValueError: the file is missing, is not TOML, lacks a key of [general] or has no valid version.
     """
     path = root / "build.toml"
     try:
         general: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))["general"]
+        version = general["version"]
+        if type(version) is not int or version < 1:
+            raise ValueError(
+                f"`version` in {path} must be a whole number from 1 on, but is {version!r}: correct it"
+            )
         return BuildConfig(
             name=general["name"],
-            version=general["version"],
+            version=version,
             license=general["license"],
             backends=tuple(general["backends"]),
         )

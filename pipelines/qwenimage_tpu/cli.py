@@ -10,7 +10,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal, NoReturn, cast
 
 import typer
 
@@ -530,11 +530,10 @@ def _readable_errors() -> Generator[None]:
     except typer.Exit:
         raise
     except KeyboardInterrupt:
-        if environment.is_launched():
-            os._exit(EXIT_INTERRUPTED)  # without torch's warnings of what it was in the middle of
-        _print_error("interrupted")
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        _end_interrupted()
     except Exception as error:
+        if environment.was_interrupted():  # and what was going on made another error of it
+            _end_interrupted()
         if environment.is_launched():
             _report_to_launcher(error)
         elif _is_users(error):
@@ -542,6 +541,13 @@ def _readable_errors() -> Generator[None]:
         else:
             raise
         raise typer.Exit(EXIT_USER_ERROR) from None
+
+
+def _end_interrupted() -> NoReturn:
+    if environment.is_launched():
+        os._exit(EXIT_INTERRUPTED)  # without torch's warnings of what it was in the middle of
+    _print_error("interrupted")
+    raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
 def _is_users(error: Exception) -> bool:
@@ -582,6 +588,8 @@ def main() -> None:
     else:
         # So that a terminated command, too, ends its processes and removes its temporary files.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, environment.interrupt)
     app()
 
 

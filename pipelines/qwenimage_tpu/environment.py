@@ -58,6 +58,20 @@ def is_launched() -> bool:
     return ERROR_FILE in os.environ
 
 
+_interrupts: list[int] = []
+
+
+def interrupt(signum: int, _: object) -> None:
+    """The handler of SIGINT: as Python's, but it can be asked for later."""
+    _interrupts.append(signum)
+    raise KeyboardInterrupt
+
+
+def was_interrupted() -> bool:
+    """Whether there was a Ctrl-C, also if Python lost it: in a callback it is only printed."""
+    return bool(_interrupts)
+
+
 def end_with_parent() -> None:
     """Let Linux kill this process when the one that started it ends, however it ends."""
     set_parent_death_signal = 1

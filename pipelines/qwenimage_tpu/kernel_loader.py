@@ -39,17 +39,17 @@ class LoadedKernels:
 
 
 def load_kernels(
-    repo: str | None = None, *, version: int = KERNEL_VERSION, trust_remote_code: bool = False
+    repo: str | None = None, *, version: int = KERNEL_VERSION, trust_remote_code: bool | list[str] = False
 ) -> LoadedKernels:
     """Verify and import the kernels.
 
     Args:
         repo: None for the build that came with this package (or the one LOCAL_KERNELS names for
             org/qwenimage-tpu-kernels); a folder; or a Hub repository, "owner/name" for its branch of the
-            version or "owner/name@revision" for a commit (as kernels.lock holds it), a branch or a tag.
-        version: of the kernels' API.
-        trust_remote_code: run the code of a Hub repository whose publisher the Hub does not list as a trusted
-            publisher of kernels.
+            version or "owner/name@revision" for a commit (40 digits, as in kernels.lock), a branch or a tag.
+        version: of the kernels' API; what is loaded must be of it.
+        trust_remote_code: whether code of a Hub repository may run whose publisher the Hub does not list as a
+            trusted publisher of kernels; or, as in `get_kernel`, a list of repositories of which it may.
 
     Raises:
         KernelLoadError: no build is found for this machine, the publisher is not trusted, a file of the build

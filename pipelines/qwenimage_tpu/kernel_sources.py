@@ -6,18 +6,20 @@ import errno
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from .hub_retries import causes, is_passing, with_retries
+from .hub_retries import causes, is_passing, is_unreachable, no_hub_progress, with_retries
 
 if TYPE_CHECKING:
     from kernels import Metadata
 
 REPO_ID = "org/qwenimage-tpu-kernels"
 
+COMMIT = re.compile(r"[0-9a-f]{40}")
 DISK_ERRORS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),  # full
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST),  # not to be written
@@ -42,7 +44,7 @@ class Located:
     load: Callable[[], ModuleType]
 
 
-def locate(repo: str | None, version: int, *, trust_remote_code: bool) -> Located:
+def locate(repo: str | None, version: int, *, trust_remote_code: bool | list[str]) -> Located:
     """Find, and from the Hub download, the build that `repo` names as in `load_kernels`.
 
     Raises:
@@ -85,9 +87,9 @@ def _locate_local(repo: str, folder: Path, load: Callable[[], ModuleType]) -> Lo
     return Located(repo, kernel.variant_path, kernel.metadata, remedy, load)
 
 
-def _locate_on_hub(repo: str, version: int, trust_remote_code: bool) -> Located:
+def _locate_on_hub(repo: str, version: int, trust_remote_code: bool | list[str]) -> Located:
     from huggingface_hub import constants
-    from kernels import Metadata, get_kernel, install_kernel
+    from kernels import Metadata, get_local_kernel, install_kernel
 
     name, at, revision = repo.partition("@")
     if name.count("/") != 1 or name.startswith((".", "/", "~")) or (at and not revision):
@@ -95,42 +97,51 @@ def _locate_on_hub(repo: str, version: int, trust_remote_code: bool) -> Located:
             f"A kernel repository is an existing folder or a Hub id, owner/name or owner/name@revision;"
             f" {repo!r} is neither: correct the path or the id."
         )
-    offline = constants.HF_HUB_OFFLINE
+    trusted = [name] if trust_remote_code is True else trust_remote_code or []
 
-    def install() -> Path:
+    def install(*, offline: bool) -> Path:
         path = install_kernel(
             name,
             revision=revision or None,
             version=None if revision else version,
             local_files_only=offline,
-            trust_remote_code=[name] if trust_remote_code else False,
+            trust_remote_code=trusted,
         )
         if not offline:
             _complete_cache(name, revision or f"v{version}")
         return path
 
+    def find() -> Path:
+        if constants.HF_HUB_OFFLINE:
+            return install(offline=True)
+        # What a commit holds never changes, and offline nothing but the caller's word is asked for trust.
+        if COMMIT.fullmatch(revision) and name in trusted:
+            with suppress(FileNotFoundError):
+                return install(offline=True)
+        return with_retries(lambda: install(offline=False))
+
     try:
-        path = with_retries(install)
+        with no_hub_progress():
+            path = find()
         metadata = Metadata.read_from_file(path / "metadata.json")
     # kernels, huggingface_hub and the HTTP client below them share no base class for their errors.
     except Exception as error:
         wanted = f"revision {revision}" if revision else f"version {version}"
         raise KernelLoadError(
-            f"Cannot get {wanted} of the kernels from the Hub repository {name!r}: {error}\n"
-            f"{_hub_remedy(error)}"
+            f"Cannot get {wanted} of the kernels from {name!r} on {constants.ENDPOINT}: {error}\n"
+            f"{_hub_remedy(error, offline=constants.HF_HUB_OFFLINE)}"
         ) from error
 
-    # <cache>/<repository>/snapshots/<commit>/build/<variant>. The commit pins what is imported to what was
-    # verified: the branch of the version may move in between.
-    commit, cached_repository = path.parents[1].name, path.parents[3]
+    # <cache>/<repository>/snapshots/<commit>/build/<variant>. What is imported is what was verified, wherever
+    # the branch of the version may have moved in between.
+    cached_repository = path.parents[3]
     return Located(
         repo,
         path,
         metadata,
         f"delete {cached_repository} and run again to download it afresh; if that does not help, the"
         " repository itself is damaged: tell its owner",
-        # The publisher was checked above, or trusted by the caller.
-        lambda: get_kernel(name, revision=commit, trust_remote_code=[name]),
+        lambda: get_local_kernel(path),
     )
 
 
@@ -144,8 +155,9 @@ def _complete_cache(name: str, revision: str) -> None:
     snapshot_download(name, repo_type="kernel", revision=revision, cache_dir=CACHE_DIR)
 
 
-def _hub_remedy(error: BaseException) -> str:
-    if not is_passing(error) and re.search("trusted publisher|publisher trust", str(error)):
+def _hub_remedy(error: BaseException, *, offline: bool) -> str:
+    asked = not (is_passing(error) or is_unreachable(error))
+    if asked and re.search("trusted publisher|publisher trust", str(error)):
         return (
             "Its code would run with your rights. If you trust whoever publishes it, allow it with"
             " --trust-remote-code, in Python with load_kernels(..., trust_remote_code=True) or"
@@ -156,9 +168,14 @@ def _hub_remedy(error: BaseException) -> str:
             "The cache's folder must be writable and have room for some MB: free some, or name another folder"
             " with KERNELS_CACHE (or HF_HOME)."
         )
+    if offline:
+        return (
+            "With HF_HUB_OFFLINE=1 all of its files must be in the cache: load it once without, or name no"
+            " repository, for the build that comes with this package."
+        )
     return (
-        "Check the name and the network (HF_HUB_OFFLINE=1 allows only what is cached), or leave --kernel-repo"
-        " out to use the build that comes with this package."
+        "Check the name, the network, and HF_ENDPOINT if it is set. Or name no repository, for the build that"
+        " comes with this package; with HF_HUB_OFFLINE=1 what was loaded before comes from the cache."
     )
 
 

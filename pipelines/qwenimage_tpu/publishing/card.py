@@ -48,6 +48,7 @@ def fill_card(
         shape=shape_of(reports),
         generations=" ".join(f"-g {report.generation}" for report in reports),
         libtpu=versions["libtpu"],
+        jax=versions["jax"],
     )
     return card.content
 

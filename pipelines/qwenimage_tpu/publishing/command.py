@@ -2,19 +2,29 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    LocalTokenNotFoundError,
+)
+from huggingface_hub.utils import validate_repo_id
 from rich.console import Console
 from rich.table import Table
 
-from qwenimage_tpu.hub_retries import causes, with_retries
+from qwenimage_tpu.environment import was_interrupted
+from qwenimage_tpu.hub_retries import causes, no_hub_progress, with_retries
+from qwenimage_tpu.kernel_loader import KERNEL_VERSION
 
-from .confirm import confirm
+from .confirm import try_version
 from .public_api import changes
 from .release import Release, make_release
 from .repository import MAIN, Difference, KernelRepository, PublishError, RepositoryState
 
+PLAIN: dict[str, Any] = {"highlight": False, "soft_wrap": True}
 GET_A_TOKEN = (
     "get one with write access at https://huggingface.co/settings/tokens, and pass it with --token or log in"
     " with `hf auth login`"
@@ -25,26 +35,57 @@ def publish(root: Path, repo: str, token: str | None, *, upload: bool, console: 
     """Publish the kernels of the clone at `root` as build.toml's version; without `upload` only say how.
 
     Raises:
-        ValueError: the clone is not fit to be published, or its API needs another version.
-        PublishError: the Hub refused or could not be reached, or what is published does not load.
+        ValueError: `repo` is no name, the clone is not fit to be published, or its API needs another version.
+        PublishError: the build does not work, or the Hub refused or could not be reached.
     """
+    check_name(repo)
     if token is not None and not token.strip():
         raise ValueError(f"the token is empty; {GET_A_TOKEN}")
     with console.status("putting the release together"):
         release = make_release(root, repo)
-    console.print(f"commit {release.commit[:12]}: committed, built, benchmarked", highlight=False)
-    repository = KernelRepository(HfApi(token=token), repo)
-    if not upload:
-        compare(release, repository, console)
-        console.print("nothing was uploaded; say --upload to do it", highlight=False)
-        return
-    commit = upload_release(release, repository, console)
     version = release.config.version
-    console.print(f"v{version} of {repo} is commit {commit}", highlight=False, soft_wrap=True)
+    if version != KERNEL_VERSION:
+        raise ValueError(
+            f"the pipeline of a clone must use its kernels, but build.toml says version {version} and"
+            f" KERNEL_VERSION in pipelines/qwenimage_tpu/kernel_loader.py {KERNEL_VERSION}: set both"
+        )
+    console.print(f"{root}, commit {release.commit[:12]}: committed, built, benchmarked", **PLAIN)
+    with console.status("trying the build in a fresh process"):
+        try:
+            try_version(str(root / "build"), version, None, release.build_ids)
+        except PublishError as error:
+            raise PublishError(f"the build does not work, and was not uploaded:\n{error}") from error
+    repository = KernelRepository(HfApi(token=token), repo)
+    with no_hub_progress():
+        if not upload:
+            compare(release, repository, console)
+            console.print("nothing was uploaded; say --upload to do it", **PLAIN)
+            return
+        commit = upload_release(release, repository, console)
+    console.print(f"v{version} of {repo} is commit {commit}", **PLAIN)
     with console.status("loading it from the Hub in a fresh process and cache"):
-        found = confirm(repo, version, token, release.build_ids)
-    console.print(f"loaded from the Hub: {found}", highlight=False, soft_wrap=True)
-    console.print(_how_to_load(repository, version), highlight=False, soft_wrap=True)
+        try:
+            found = try_version(repo, version, token, release.build_ids)
+        except PublishError as error:
+            raise PublishError(
+                f"v{version} of {repo} is public now, but what the Hub gives does not work:\n{error}\nRun the"
+                f" command again; if that does not help, publish a fix, or delete the branch v{version} there"
+            ) from error
+    console.print(f"loaded from the Hub: {found}", **PLAIN)
+    console.print(_how_to_load(repository, version), **PLAIN)
+
+
+def check_name(repo: str) -> None:
+    """Raise ValueError unless it is an owner's repository on the Hub."""
+    try:
+        validate_repo_id(repo)
+        valid = repo.count("/") == 1
+    except HFValidationError:
+        valid = False
+    if not valid:
+        raise ValueError(
+            f"--repo must be owner/name, as in org/qwenimage-tpu-kernels, but is {repo!r}; correct it"
+        )
 
 
 def upload_release(release: Release, repository: KernelRepository, console: Console) -> str:
@@ -54,7 +95,7 @@ def upload_release(release: Release, repository: KernelRepository, console: Cons
         ValueError, PublishError: as `publish`.
     """
     user = _ask("asking whose token it is", lambda: _user(repository.api), console)
-    console.print(f"publishing as {user}", highlight=False)
+    console.print(f"publishing as {user}", **PLAIN)
     checked = compare(release, repository, console)
     version = release.config.version
     message = f"Version {version}, from commit {release.commit[:12]}"
@@ -103,8 +144,10 @@ def _ask[Answer](step: str, call: Callable[[], Answer], console: Console) -> Ans
     """Do a step on the Hub, again after what passes. Raises PublishError with what the Hub said."""
 
     def on_retry(error: Exception) -> None:
-        console.print(f"{step} failed, trying again: {error}", style="yellow", highlight=False)
+        console.print(f"{step} failed, trying again: {error}", style="yellow", **PLAIN)
 
+    if was_interrupted():
+        raise KeyboardInterrupt
     try:
         with console.status(step):
             return with_retries(call, on_retry)
@@ -112,8 +155,8 @@ def _ask[Answer](step: str, call: Callable[[], Answer], console: Console) -> Ans
         if not any(isinstance(each, HTTPError) for each in causes(error)):
             raise
         raise PublishError(
-            f"{step} failed: {error}\nNo version is half published. Check the network and the token's rights,"
-            " and run the command again; what is there already is not uploaded twice."
+            f"{step} failed on {constants.ENDPOINT}: {error}\nNo version is half published: what is there"
+            " already is not uploaded twice. Check the network and the token's rights, and run it again."
         ) from error
 
 

@@ -1,11 +1,10 @@
-"""Load a published version as a user would, in a process and a cache of its own."""
+"""Load a build as a user would, in a process and a cache of its own."""
 
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 from .repository import PublishError
 
@@ -13,16 +12,15 @@ from .repository import PublishError
 LEFT_OUT = ("LOCAL_KERNELS", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
-def confirm(repo: str, version: int, token: str | None, build_ids: dict[str, str]) -> str:
-    """Load the version with verified digests, run a kernel, and say what was found.
+def try_version(repo: str, version: int, token: str | None, build_ids: dict[str, str]) -> str:
+    """Load a version from a folder or the Hub with verified digests, run a kernel, and say what was found.
 
     Raises:
         PublishError: it does not load, its kernel is wrong, or it is not one of `build_ids`.
     """
     with tempfile.TemporaryDirectory(prefix="qwenimage-tpu-") as folder:
         environ = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
-        environ |= {"KERNELS_CACHE": folder, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        environ |= {"HF_TOKEN": token} if token else {}
+        environ |= {"KERNELS_CACHE": folder} | ({"HF_TOKEN": token} if token else {})
         done = subprocess.run(
             [sys.executable, "-m", "qwenimage_tpu.publishing.confirm", repo, str(version)],
             env=environ,
@@ -32,15 +30,12 @@ def confirm(repo: str, version: int, token: str | None, build_ids: dict[str, str
             check=False,
         )
     if done.returncode:
-        raise PublishError(
-            f"{repo} has version {version} now, but it does not load from there:\n{done.stderr.strip()}\nrun"
-            " the command again; if that does not help, look at the repository's history on the Hub"
-        )
+        raise PublishError(done.stderr.strip())
     found = json.loads(done.stdout.splitlines()[-1])
     if found["build_id"] != build_ids.get(found["variant"]):
         raise PublishError(
-            f"{repo} gives the build {found['build_id']} for {found['variant']}, but published was"
-            f" {build_ids.get(found['variant'])}: run the command again"
+            f"{repo} gives the build {found['build_id']} for {found['variant']}, but expected was"
+            f" {build_ids.get(found['variant'])}"
         )
     return f"{found['variant']}, {found['build_id']}, {found['kernel']}"
 
@@ -63,4 +58,4 @@ def main(repo: str, version: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).as_posix(), int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]))
