@@ -1,18 +1,16 @@
 """The loader: where builds are found, that every file is verified before import, and what errors say."""
 
-import functools
 import hashlib
 import os
 import py_compile
 import re
-import resource
 import shutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
@@ -306,11 +304,11 @@ def _load_from_hub(
     repo: str = "someone/kernels",
     trust: str = "trust",
     offline: bool = False,
-    **options: Any,
+    before: str = "",
 ) -> subprocess.CompletedProcess[str]:
     """In a process of its own: kernels and huggingface_hub read these variables when imported."""
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", LOAD_FROM_HUB, repo, trust],
+        [sys.executable, "-W", "error", "-c", before + LOAD_FROM_HUB, repo, trust],
         env=os.environ
         | {
             "HF_ENDPOINT": endpoint,
@@ -321,7 +319,6 @@ def _load_from_hub(
         capture_output=True,
         text=True,
         check=False,
-        **options,
     )
 
 
@@ -430,8 +427,8 @@ def test_server_error_that_passes_is_not_noticed(hub: LocalHub, printed: str, tm
 
 def test_cache_that_is_full(hub: LocalHub, printed: str, tmp_path: Path) -> None:
     # No file may grow beyond this, as on a disk without room; the first of the build is larger.
-    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (64, 64))
-    full = _load_from_hub(hub.endpoint, tmp_path / "cache", preexec_fn=limit)
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))"
+    full = _load_from_hub(hub.endpoint, tmp_path / "cache", before=limit)
     assert re.search(r"KernelLoadError: .*have room for some MB: .* KERNELS_CACHE", full.stderr, re.S)
     assert _load_from_hub(hub.endpoint, tmp_path / "cache").stdout == printed
 
