@@ -10,7 +10,8 @@ from rich.console import Console
 
 from kernel_trees import ROOT
 from qwenimage_tpu.assemble import assemble
-from qwenimage_tpu.lab.results import KERNELS, sources_digest
+from qwenimage_tpu.lab.attention_report import KERNEL
+from qwenimage_tpu.lab.results import sources_digest
 
 PARTS = (
     "kernels_src/qwenimage_tpu_pallas",
@@ -35,7 +36,8 @@ def make_clone(root: Path) -> Path:
             shutil.copyfile(source, target)
     benchmark = root / "benchmarks/attention.json"
     results = json.loads(benchmark.read_text())
-    results["versions"][KERNELS] = sources_digest(root / "kernels_src" / KERNELS)
+    kernel = root / "kernels_src/qwenimage_tpu_pallas/attention.py"
+    results["versions"][KERNEL] = sources_digest(kernel)
     benchmark.write_text(json.dumps(results))
     git(root, "init", "--quiet")
     build_and_commit(root)

@@ -120,7 +120,7 @@ def _forget_to_commit(root: Path) -> None:
 
 
 def _change_a_kernel(root: Path) -> None:
-    with (root / "kernels_src/qwenimage_tpu_pallas/rms_norm.py").open("a") as file:
+    with (root / "kernels_src/qwenimage_tpu_pallas/attention_order.py").open("a") as file:
         file.write("# changed\n")
     build_and_commit(root)
 
@@ -144,7 +144,7 @@ def _leave_git(root: Path) -> None:
         (_forget_to_commit, r"must be committed, but git reports\n\?\? notes.txt\n"),
         (
             _change_a_kernel,
-            r"the benchmark must be of the kernels in build/.*run `qwenimage-tpu bench attention",
+            r"the benchmark must be of the kernel in build/.*run `qwenimage-tpu bench attention",
         ),
         (_lose_the_benchmark, r"attention.json must hold the benchmark's results, but is missing"),
         (_leave_git, r"publishing takes a git clone of the project, but .* is none"),

@@ -12,6 +12,8 @@ from rich.table import Table
 from .attention_floor import Floor
 from .kernel_details import HotRegion
 
+# Under it the versions of a result hold the digest of our kernel's sources.
+KERNEL = "qwenimage_tpu_pallas.attention"
 MIB = 2**20
 UNITS = {"MXU": "MXU", "VALU": "VALU", "EUP": "EUP", "XLU": "XLU", "VLOAD": "load", "VSTORE": "store"}
 

@@ -19,17 +19,18 @@ from rich.console import Console
 from rich.progress import Progress
 
 from qwenimage_tpu.environment import has_tpu
+from qwenimage_tpu_pallas import attention
 from qwenimage_tpu_pallas.shapes import JointShape
 
 from .ahead_of_time import CLOCK_HZ, TOPOLOGIES
 from .attention_contenders import AttentionCase, Candidate, Contender, all_contenders
 from .attention_floor import matmul_floor
 from .attention_picture import check_picture, draw
-from .attention_report import AttentionReport, Measured, Result, print_report, to_json
+from .attention_report import KERNEL, AttentionReport, Measured, Result, print_report, to_json
 from .compiled_program import examine_program
 from .hardware import CORES, DEVICE_KINDS, HBM_BYTES_PER_SECOND
 from .program import Program
-from .results import installed_versions, write_file
+from .results import installed_versions, sources_digest, write_file
 
 REPEATS = 20
 NAMES_ERROR = re.compile(r"^[\w.]*Error\b|[A-Z]{4,}_[A-Z]{4,}|INTERNAL|UNIMPLEMENTED")
@@ -80,7 +81,8 @@ def run(
         check_picture(picture)
     reports = bench_attention(cases, console)
     if json_file is not None:
-        text = to_json(reports, installed_versions())
+        kernel = {KERNEL: sources_digest(Path(attention.__file__))}
+        text = to_json(reports, kernel | installed_versions())
         write_file(json_file, lambda path: path.write_text(text))
         console.print(f"wrote {json_file}")
     if picture is not None:

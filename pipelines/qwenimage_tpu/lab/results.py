@@ -1,13 +1,12 @@
 """Files of results: whole or not there, with the versions that decided them."""
 
+import ast
 import hashlib
 import importlib.metadata
-import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
 
-KERNELS = "qwenimage_tpu_pallas"
 PACKAGES = ("jax", "libtpu", "torch", "torch-tpu", "tokamax")
 
 
@@ -24,9 +23,8 @@ def write_file(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def installed_versions() -> dict[str, str]:
-    """Of the packages that decide the results, those that are there; for our kernels, their digest."""
-    spec = importlib.util.find_spec(KERNELS)
-    versions = {KERNELS: sources_digest(Path(spec.origin).parent)} if spec and spec.origin else {}
+    """Of the packages that decide the results, those that are there."""
+    versions: dict[str, str] = {}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
@@ -35,10 +33,19 @@ def installed_versions() -> dict[str, str]:
     return versions
 
 
-def sources_digest(package: Path) -> str:
-    """The start of the SHA-256 of a package's modules and their paths."""
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        content = hashlib.sha256(path.read_bytes()).hexdigest()
-        digest.update(f"{path.relative_to(package).as_posix()} {content}\n".encode())
+def sources_digest(module: Path) -> str:
+    """The start of the SHA-256 of a module and all that it imports from its own package."""
+    waiting, digest = [module.name], hashlib.sha256()
+    seen: dict[str, bytes] = {}
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen[name] = (module.parent / name).read_bytes()
+        for node in ast.walk(ast.parse(seen[name])):
+            if isinstance(node, ast.ImportFrom) and node.level == 1:
+                modules = [node.module] if node.module else [alias.name for alias in node.names]
+                waiting += [f"{each}.py" for each in modules]
+    for name in sorted(seen):
+        digest.update(f"{name} {hashlib.sha256(seen[name]).hexdigest()}\n".encode())
     return digest.hexdigest()[:16]

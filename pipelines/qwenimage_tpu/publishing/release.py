@@ -8,8 +8,8 @@ from pathlib import Path
 
 from qwenimage_tpu.assemble import BuildConfig, read_build_config, stale_files
 from qwenimage_tpu.lab.attention_picture import check_picture, draw
-from qwenimage_tpu.lab.attention_report import AttentionReport, from_json
-from qwenimage_tpu.lab.results import KERNELS, sources_digest
+from qwenimage_tpu.lab.attention_report import KERNEL, AttentionReport, from_json
+from qwenimage_tpu.lab.results import sources_digest
 
 from .card import TEMPLATE, fill_card
 from .public_api import Declaration, public_api
@@ -88,15 +88,16 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def read_benchmark(root: Path, variant: Path) -> tuple[list[AttentionReport], dict[str, str]]:
-    """The committed results of `bench attention`, if they are of the kernels in the build."""
+    """The committed results of `bench attention`, if they are of the kernel in the build."""
     path = root / BENCHMARK
     if not path.is_file():
         raise ValueError(f"{path} must hold the benchmark's results, but is missing: {_bench(path)}")
     reports, versions = from_json(path.read_text(encoding="utf-8"))
-    measured, built = versions.get(KERNELS), sources_digest(variant / KERNELS)
+    measured = versions.get(KERNEL)
+    built = sources_digest((variant / KERNEL.replace(".", "/")).with_suffix(".py"))
     if measured != built:
         raise ValueError(
-            f"the benchmark must be of the kernels in build/, whose sources are {built}, but {path} is of"
+            f"the benchmark must be of the kernel in build/, whose sources are {built}, but {path} is of"
             f" {measured}: {_bench(path)}"
         )
     if not any(report.generation == PICTURED for report in reports):
