@@ -47,11 +47,12 @@ def make_clone(root: Path) -> Path:
 def build_and_commit(root: Path) -> None:
     assemble(root, root / "build")
     git(root, "add", "--all")
-    git(root, "-c", "user.name=Test", "-c", "user.email=test@localhost", "commit", "--quiet", "-m", "all")
+    git(root, "commit", "--quiet", "-m", "all")
 
 
 def git(root: Path, *arguments: str) -> None:
-    subprocess.run(["git", "-C", str(root), *arguments], check=True)
+    identity = ("-c", "user.name=Test", "-c", "user.email=test@localhost")
+    subprocess.run(["git", "-C", str(root), *identity, *arguments], check=True)
 
 
 def edit(path: Path, old: str, new: str) -> None:
