@@ -23,6 +23,8 @@ OPS = (
     "layer_norm_modulate",
     "gated_residual_layer_norm_modulate",
     "rms_norm",
+    "linear",
+    "linear_gated_residual",
 )
 IMAGE, TEXT = (2, 72, 256), (2, 7, 256)
 
@@ -56,6 +58,12 @@ def arguments_of(name: str) -> dict[str, Any]:
         return streams | weights | {"image_rope": rope(1, 72, 128), "text_rope": rope(2, 7, 128)}
     if name == "rms_norm":
         return {"x": rand(*IMAGE), "weight": rand(256)}
+    if name.startswith("linear"):
+        product = {"x": rand(*IMAGE), "weight": rand(384, 256) / 16, "bias": rand(384)}
+        if name == "linear":
+            return product
+        index = torch.arange(2 * 72).reshape(2, 72).remainder(2).int()
+        return product | {"residual": rand(2, 72, 384), "gate": rand(4, 384), "index": index}
     modulation = {"shift": rand(4, 256), "scale": rand(4, 256)}
     index = torch.arange(2 * 72).reshape(2, 72).remainder(2).int()
     if name == "layer_norm_modulate":
@@ -71,9 +79,8 @@ def as_tuple(result: Any) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("name", OPS)
 def test_kernel_matches_the_reference(kernels: ModuleType, name: str, dtype: torch.dtype):
     streams = {f"{s}_{p}" for s in ("image", "text") for p in ("query", "key", "value")}
-    arguments = {
-        k: v.to(dtype) if k in {*streams, "x", "branch"} else v for k, v in arguments_of(name).items()
-    }
+    activations = {*streams, "x", "branch", "residual", *({"weight"} if name.startswith("linear") else ())}
+    arguments = {k: v.to(dtype) if k in activations else v for k, v in arguments_of(name).items()}
     function = getattr(kernels, name)
     actual, expected = (as_tuple(function(**arguments, implementation=i)) for i in ("kernel", "reference"))
     rtol, atol = (1e-4, 1e-5) if dtype == torch.float32 else (2**-6, 2**-6)
@@ -106,6 +113,27 @@ def test_modulation_reference_is_diffusers(kernels: ModuleType, indexed: bool):
     torch.testing.assert_close(
         kernels.layer_norm_modulate(residual, **plain, implementation="reference"), out
     )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("indexed", [False, True])
+def test_linear_references_are_torch(kernels: ModuleType, indexed: bool):
+    arguments = arguments_of("linear_gated_residual")
+    if not indexed:
+        arguments |= {"gate": arguments["gate"][:2], "index": None}
+    product = {name: arguments[name] for name in ("x", "weight", "bias")}
+    expected = torch.nn.functional.linear(*product.values())
+    for activation, wanted in (
+        ("identity", expected),
+        ("gelu_tanh", torch.nn.functional.gelu(expected, approximate="tanh")),
+    ):
+        actual = kernels.linear(**product, activation=activation, implementation="reference")
+        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
+    block: Any = QwenImageTransformerBlock(384, 3, 128)
+    params = torch.cat([torch.zeros_like(arguments["gate"])] * 2 + [arguments["gate"]], dim=-1)
+    _, gate = block._modulate(expected, params, arguments["index"])
+    actual = kernels.linear_gated_residual(**arguments, implementation="reference")
+    torch.testing.assert_close(actual, arguments["residual"] + gate * expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
@@ -167,9 +195,11 @@ def raw_calls(kernels: ModuleType) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         tensors: list[torch.Tensor] = []
         for value in arguments.values():
             tensors += value if isinstance(value, tuple) else [value]
-        static: tuple[Any, ...] = (1e-6,)
-        if name == "joint_attention":
-            static = ("online", 128**-0.5)
+        static: tuple[Any, ...] = {
+            "joint_attention": ("online", 128**-0.5),
+            "linear": ("gelu_tanh",),
+            "linear_gated_residual": (),
+        }.get(name, (1e-6,))
         calls[name] = (getattr(namespace, name).default, (*tensors, *static, "interpret"))
     return calls
 
@@ -327,6 +357,24 @@ BAD_INPUT: list[tuple[str, str, Change, type[Exception], str]] = [
      r"weight must have shape \[channels\] = \(256,\), got \(128,\)"),
     ("rms_norm", "integers", replaced("x", torch.Tensor.int), NotImplementedError,
      "x must be float32 or bfloat16, got int32"),
+    ("linear", "weight's channels", replaced("weight", lambda x: x[:, :128]), ValueError,
+     r"weight must have shape \[out_channels, in_channels\] with the 256 channels of x, got \(384, 128\)"),
+    ("linear", "output channels", lambda a: a | {"weight": a["weight"][:100], "bias": a["bias"][:100]},
+     NotImplementedError, "weight must have a multiple of 128 output channels, got 100"),
+    ("linear", "weight's dtype", replaced("weight", torch.Tensor.bfloat16), ValueError,
+     "weight must have the dtype of x, float32, got bfloat16"),
+    ("linear", "bias's shape", replaced("bias", lambda x: x[:128]), ValueError,
+     r"bias must have shape \[out_channels\] = \(384,\), got \(128,\)"),
+    ("linear", "no bias", lambda a: a | {"bias": None}, TypeError,
+     "bias must be a torch.Tensor, got NoneType"),
+    ("linear", "activation", lambda a: a | {"activation": "relu"}, ValueError,
+     r"activation must be one of \('identity', 'gelu_tanh'\), got 'relu'"),
+    ("linear_gated_residual", "residual's shape", replaced("residual", lambda x: x[:, :, :256]), ValueError,
+     r"residual must have shape \[batch, tokens, out_channels\] = \(2, 72, 384\), got \(2, 72, 256\)"),
+    ("linear_gated_residual", "residual's dtype", replaced("residual", torch.Tensor.bfloat16), ValueError,
+     "residual must have the dtype of x, float32, got bfloat16"),
+    ("linear_gated_residual", "gate's shape", replaced("gate", lambda x: x[:2]), ValueError,
+     r"gate must have shape \[2 \* batch, channels\] = \(4, 384\), got \(2, 384\)"),
     ("joint_attention", "rank 1", replaced("image_query", lambda x: x[0, 0]), ValueError,
      r"image_query must have rank 3, .*, got shape \(256,\)"),
     ("joint_attention", "a list as lengths", replaced("text_lengths", [3, 7]), TypeError,
@@ -362,6 +410,8 @@ BAD_INPUT: list[tuple[str, str, Change, type[Exception], str]] = [
             ("layer_norm_modulate", "shift"),
             ("gated_residual_layer_norm_modulate", "gate"),
             ("rms_norm", "weight"),
+            ("linear", "weight"),
+            ("linear_gated_residual", "residual"),
         )
     ),
 ]  # fmt: skip

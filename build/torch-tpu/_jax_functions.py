@@ -10,6 +10,7 @@ import jax
 
 from . import qwenimage_tpu_pallas as pallas
 from .device_kind import device_kind
+from .qwenimage_tpu_pallas.linear import Activation
 from .qwenimage_tpu_pallas.softmax import Softmax
 
 
@@ -101,3 +102,28 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, implementation: str) -
     if implementation == "reference":
         return pallas.reference.rms_norm(x, weight, eps=eps)
     return pallas.rms_norm(x, weight, eps=eps, interpret=implementation == "interpret")
+
+
+def linear(
+    x: jax.Array, weight: jax.Array, bias: jax.Array, activation: str, implementation: str
+) -> jax.Array:
+    if implementation == "reference":
+        return pallas.reference.linear(x, weight, bias, activation=activation)
+    return pallas.linear(
+        x, weight, bias, activation=cast(Activation, activation), interpret=implementation == "interpret"
+    )
+
+
+def linear_gated_residual(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array,
+    residual: jax.Array,
+    gate: jax.Array,
+    index: jax.Array | None,
+    implementation: str,
+) -> jax.Array:
+    arguments = (x, weight, bias, residual, gate, index)
+    if implementation == "reference":
+        return pallas.reference.linear_gated_residual(*arguments)
+    return pallas.linear_gated_residual(*arguments, interpret=implementation == "interpret")

@@ -1,9 +1,9 @@
 """Patching diffusers' `QwenImageTransformer2DModel` to run on these kernels, by duck typing, and undoing it.
 
 The model keeps its class and its parameters, and its own forward still does the work. Before it runs, a
-text mask of any pattern is turned into lengths. What changes below it: the forwards of the blocks and of
-the norms around them, the attention processors, and the rotary embedding, which gives real tables instead
-of complex numbers.
+text mask of any pattern is turned into lengths. What changes below it: the forwards of the blocks, of their
+linear layers and MLPs, and of the norms around them, the attention processors, and the rotary embedding,
+which gives real tables instead of complex numbers.
 """
 
 import copy
@@ -29,6 +29,7 @@ from .qwenimage_tpu_pallas import (
 from .qwenimage_tpu_pallas.layouts import HEAD_DIM
 
 _ROPE_POSITIONS = 4096  # of diffusers' tables
+_PROJECTIONS = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 _NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 
 
@@ -53,6 +54,8 @@ class Patch:
         for block in transformer.transformer_blocks:
             self._set_forward(block, layers.QwenImageTransformerBlock.forward)
             self._patch_attention(block.attn)
+            for module, function in _products(block):
+                self._set_forward(module, function)
         self._set_forward(transformer, _sorting_text(type(transformer).forward))
         self._transformer = transformer
         transformer.kernel_patch = self
@@ -169,6 +172,7 @@ def _check_transformer(transformer: Any) -> None:
     patched = [transformer, *(getattr(transformer, name) for name in expected[1:])]
     for block in transformer.transformer_blocks:
         patched += [block, *(getattr(block.attn, name, None) for name in _NORMS)]
+        patched += [module for module, _ in _products(block)]
     hooked = [module for module in patched if module is not None and "forward" in vars(module)]
     if hooked:
         raise ValueError(
@@ -193,6 +197,25 @@ def _check_attention(attn: Any) -> None:
         raise NotImplementedError(
             f"weights must be bfloat16 or float32, got {weight.dtype}; load the model in one of these"
         )
+
+
+def _products(block: Any) -> list[tuple[nn.Module, Callable[..., Any]]]:
+    """The block's linear layers and MLPs, with their forwards: those that the kernels serve.
+
+    A LoRA's linear layer calls the one that it wraps.
+    """
+    found: list[tuple[nn.Module, Callable[..., Any]]] = []
+    attn = block.attn
+    linears = [getattr(attn, name, None) for name in _PROJECTIONS] + [attn.to_out[0]]
+    for mlp in (block.img_mlp, block.txt_mlp):
+        gelu, *_, last = mlp.net
+        linears += [gelu.proj, last]
+        found.append((mlp, layers.FeedForward.forward))
+        if gelu.approximate == "tanh":
+            found.append((gelu, layers.GELU.forward))
+    bases = [getattr(module, "base_layer", module) for module in linears]
+    served = (m for m in bases if type(m) is nn.Linear and getattr(m, "bias", None) is not None)
+    return found + [(module, layers.Linear.forward) for module in served]
 
 
 def _weight(self: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ from .row_blocks import RowConfig, choose_block_rows, norm_vmem_bytes
 from .validation import check_gated_residual, check_modulation
 
 
-def _select(values_ref: Ref, index: jax.Array | None) -> jax.Array:
+def select_modulation(values_ref: Ref, index: jax.Array | None) -> jax.Array:
     """``[1, channels]``, or ``[block_rows, channels]`` chosen per token, f32."""
     first = values_ref[0].astype(jnp.float32)
     if index is None:
@@ -32,7 +32,10 @@ def _norm_kernel(*refs: Ref, eps: float) -> None:
     x_ref, shift_ref, scale_ref, *index_ref, out_ref = refs
     index = index_ref[0][...] if index_ref else None
     out = _layer_norm_modulate(
-        x_ref[...].astype(jnp.float32), _select(shift_ref, index), _select(scale_ref, index), eps
+        x_ref[...].astype(jnp.float32),
+        select_modulation(shift_ref, index),
+        select_modulation(scale_ref, index),
+        eps,
     )
     out_ref[...] = out.astype(out_ref.dtype)
 
@@ -41,9 +44,11 @@ def _gated_kernel(*refs: Ref, eps: float) -> None:
     x_ref, branch_ref, gate_ref, shift_ref, scale_ref, *index_ref, residual_ref, out_ref = refs
     index = index_ref[0][...] if index_ref else None
     branch = branch_ref[...].astype(jnp.float32)
-    residual = x_ref[...].astype(jnp.float32) + _select(gate_ref, index) * branch
+    residual = x_ref[...].astype(jnp.float32) + select_modulation(gate_ref, index) * branch
     residual_ref[...] = residual.astype(residual_ref.dtype)
-    out = _layer_norm_modulate(residual, _select(shift_ref, index), _select(scale_ref, index), eps)
+    out = _layer_norm_modulate(
+        residual, select_modulation(shift_ref, index), select_modulation(scale_ref, index), eps
+    )
     out_ref[...] = out.astype(out_ref.dtype)
 
 

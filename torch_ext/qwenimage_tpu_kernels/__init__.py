@@ -9,6 +9,8 @@ from .ops import (
     gated_residual_layer_norm_modulate,
     joint_attention,
     layer_norm_modulate,
+    linear,
+    linear_gated_residual,
     qk_norm_rope,
     rms_norm,
 )
@@ -24,6 +26,8 @@ __all__ = [
     "joint_attention",
     "layer_norm_modulate",
     "layers",
+    "linear",
+    "linear_gated_residual",
     "patch_transformer",
     "qk_norm_rope",
     "rms_norm",

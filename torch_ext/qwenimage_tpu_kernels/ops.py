@@ -107,6 +107,17 @@ _rms_norm = define_op(
     "(Tensor x, Tensor weight, float eps, str implementation) -> Tensor",
     lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
 )
+_linear = define_op(
+    _jax_functions.linear,
+    "(Tensor x, Tensor weight, Tensor bias, str activation, str implementation) -> Tensor",
+    lambda x, weight, *_: x.new_empty(*x.shape[:2], weight.shape[0]),
+)
+_linear_gated_residual = define_op(
+    _jax_functions.linear_gated_residual,
+    "(Tensor x, Tensor weight, Tensor bias, Tensor residual, Tensor gate, Tensor? index,"
+    " str implementation) -> Tensor",
+    lambda *arguments: torch.empty_like(arguments[3], memory_format=torch.contiguous_format),
+)
 
 
 def joint_attention(
@@ -347,3 +358,65 @@ def rms_norm(
     resolved = _resolve(implementation, x=x, weight=weight)
     validation.check_rms_norm(x, weight)
     return _rms_norm(x, weight, eps, resolved)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    *,
+    activation: str = "identity",
+    implementation: str = "kernel",
+) -> torch.Tensor:
+    """``activation(x weight^T + bias)``, summed and activated in f32 with one rounding.
+
+    Args:
+        x: ``[batch, tokens, in_channels]``, bf16 or f32, channels a multiple of 128.
+        weight: ``[out_channels, in_channels]``, the dtype of `x`, as `torch.nn.Linear` has it.
+        bias: ``[out_channels]``, bf16 or f32.
+        activation: "identity", or "gelu_tanh", GELU by its tanh approximation (arXiv 1606.08415).
+        implementation: "kernel", "interpret" or "reference", see the module.
+
+    Returns:
+        ``[batch, tokens, out_channels]`` in the dtype of `x`.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not belong together, or an unknown activation.
+        NotImplementedError: another dtype or device, channels that are no multiple of 128, or gradients.
+    """
+    resolved = _resolve(implementation, x=x, weight=weight, bias=bias)
+    validation.check_linear(x, weight, bias, activation)
+    return _linear(x, weight, bias, activation, resolved)
+
+
+def linear_gated_residual(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    residual: torch.Tensor,
+    gate: torch.Tensor,
+    index: torch.Tensor | None = None,
+    *,
+    implementation: str = "kernel",
+) -> torch.Tensor:
+    """``residual + gate * (x weight^T + bias)``, in f32 with one rounding.
+
+    Args:
+        x, weight, bias: as of `linear`.
+        residual: ``[batch, tokens, out_channels]``, the dtype of `x`.
+        gate: ``[batch, out_channels]``, bf16 or f32. With an index ``[2 * batch, out_channels]``: row b
+            for tokens of index 0, row ``batch + b`` for the others (`zero_cond_t` of the Edit models).
+        index: ``[batch, tokens]`` int32, or None.
+        implementation: "kernel", "interpret" or "reference", see the module.
+
+    Returns:
+        The shape and dtype of `residual`.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not belong together.
+        NotImplementedError: another dtype or device, channels that are no multiple of 128, or gradients.
+    """
+    tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual, "gate": gate}
+    resolved = _resolve(implementation, **tensors, **_optional(index=index))
+    validation.check_linear_gated_residual(**tensors, index=index)
+    return _linear_gated_residual(*tensors.values(), index, resolved)

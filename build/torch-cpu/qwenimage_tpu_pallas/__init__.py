@@ -3,6 +3,7 @@
 from . import reference
 from .attention import joint_attention
 from .attention_layout import AttentionConfig
+from .linear import LinearConfig, linear, linear_gated_residual
 from .modulation import gated_residual_layer_norm_modulate, layer_norm_modulate
 from .qk_norm_rope import qk_norm_rope
 from .rms_norm import rms_norm
@@ -24,6 +25,7 @@ __all__ = [
     "INT8_LIMIT",
     "SOFTMAXES",
     "AttentionConfig",
+    "LinearConfig",
     "RowConfig",
     "check_softmax",
     "checkpoint_logit_bound",
@@ -31,6 +33,8 @@ __all__ = [
     "gated_residual_layer_norm_modulate",
     "joint_attention",
     "layer_norm_modulate",
+    "linear",
+    "linear_gated_residual",
     "qk_norm_logit_bound",
     "qk_norm_rope",
     "reference",

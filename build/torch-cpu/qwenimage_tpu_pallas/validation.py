@@ -20,6 +20,7 @@ class Array(Protocol):
 
 
 FLOAT_DTYPES = ("float32", "bfloat16")
+ACTIVATIONS = ("identity", "gelu_tanh")
 
 
 def dtype_name(x: Array) -> str:
@@ -177,3 +178,36 @@ def check_rms_norm(x: Array, weight: Array) -> None:
     _require_activation("x", x)
     _require_shape("weight", weight, (x.shape[2],), "[channels]")
     _require_dtype("weight", weight, FLOAT_DTYPES)
+
+
+def check_linear(x: Array, weight: Array, bias: Array, activation: str = "identity") -> None:
+    """Raise for arguments that `linear` does not take."""
+    _require_activation("x", x)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
+    channels = x.shape[2]
+    if len(weight.shape) != 2 or weight.shape[1] != channels:
+        raise ValueError(
+            f"weight must have shape [out_channels, in_channels] with the {channels} channels of x, got"
+            f" {tuple(weight.shape)}"
+        )
+    if not weight.shape[0] or weight.shape[0] % LANES:
+        raise NotImplementedError(
+            f"weight must have a multiple of {LANES} output channels, got {weight.shape[0]}"
+        )
+    if dtype_name(weight) != dtype_name(x):
+        raise ValueError(f"weight must have the dtype of x, {dtype_name(x)}, got {dtype_name(weight)}")
+    _require_shape("bias", bias, (weight.shape[0],), "[out_channels]")
+    _require_dtype("bias", bias, FLOAT_DTYPES)
+
+
+def check_linear_gated_residual(
+    x: Array, weight: Array, bias: Array, residual: Array, gate: Array, index: Array | None
+) -> None:
+    """Raise for arguments that `linear_gated_residual` does not take."""
+    check_linear(x, weight, bias)
+    expected = (*x.shape[:2], weight.shape[0])
+    _require_shape("residual", residual, expected, "[batch, tokens, out_channels]")
+    if dtype_name(residual) != dtype_name(x):
+        raise ValueError(f"residual must have the dtype of x, {dtype_name(x)}, got {dtype_name(residual)}")
+    check_modulation(residual, {"gate": gate}, index)

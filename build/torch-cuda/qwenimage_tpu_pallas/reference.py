@@ -133,3 +133,33 @@ def rms_norm(
     """``x / sqrt(mean(x**2) + eps) * weight``."""
     wide, weight = _wide(x, weight)
     return (wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps) * weight).astype(x.dtype)
+
+
+def linear(
+    x: jax.Array,  # [batch, tokens, in_channels]
+    weight: jax.Array,  # [out_channels, in_channels]
+    bias: jax.Array,  # [out_channels]
+    *,
+    activation: str = "identity",
+) -> jax.Array:
+    """``activation(x weight^T + bias)``; "gelu_tanh" is GELU by its tanh approximation."""
+    out = _product(x, weight, bias)
+    return (jax.nn.gelu(out, approximate=True) if activation == "gelu_tanh" else out).astype(x.dtype)
+
+
+def linear_gated_residual(
+    x: jax.Array,  # [batch, tokens, in_channels]
+    weight: jax.Array,  # [out_channels, in_channels]
+    bias: jax.Array,  # [out_channels]
+    residual: jax.Array,  # [batch, tokens, out_channels]
+    gate: jax.Array,  # [batch, out_channels], or [2 * batch, out_channels] with an index
+    index: jax.Array | None = None,  # [batch, tokens], 0 or 1
+) -> jax.Array:
+    """``residual + gate * (x weight^T + bias)``."""
+    wide, gate = _wide(residual, gate)
+    return (wide + select_modulation(gate, index) * _product(x, weight, bias)).astype(x.dtype)
+
+
+def _product(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
+    wide, weight, bias = _wide(x, weight, bias)
+    return jnp.einsum("btk,nk->btn", wide, weight, precision="highest") + bias
