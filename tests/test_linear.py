@@ -43,7 +43,7 @@ def plain_product(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array
     dtype=st.sampled_from(DTYPES),
     scale=st.floats(-3, 3).map(lambda exponent: 10.0**exponent),
 )
-@settings(max_examples=24)
+@settings(max_examples=10)
 def test_linear(
     tokens: int,
     batch: int,
@@ -77,7 +77,7 @@ def test_linear(
     dtype=st.sampled_from(DTYPES),
     gate_dtype=st.sampled_from(DTYPES),
 )
-@settings(max_examples=20)
+@settings(max_examples=8)
 def test_linear_gated_residual(
     tokens: int,
     batch: int,

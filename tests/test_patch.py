@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import itertools
 import pickle
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -453,9 +454,12 @@ def test_layerwise_casting(kernels: ModuleType):
     assert relative_error(run(patched, inputs), run(stock, inputs)) <= 1e-4
 
 
+LORA_TARGETS = ["to_q", "to_k", "add_v_proj", "to_out.0", "img_mod.1", "net.0.proj", "net.2"]
+
+
 @pytest.mark.parametrize("patch_first", [True, False])
 def test_lora_and_its_scale_in_attention_kwargs(kernels: ModuleType, patch_first: bool):
-    targets = ["to_q", "to_k", "add_v_proj", "to_out.0", "img_mod.1", "net.2"]
+    targets = LORA_TARGETS
     outputs: list[torch.Tensor] = []
     for patched in (False, True):
         model = make_model("base")
@@ -473,6 +477,51 @@ def test_lora_and_its_scale_in_attention_kwargs(kernels: ModuleType, patch_first
     for expected, actual in zip(outputs[:3], outputs[3:], strict=True):
         assert relative_error(actual, expected) <= 1e-5
     assert relative_error(outputs[0], outputs[1]) > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute")
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_loras_loaded_weighted_fused_and_unloaded(kernels: ModuleType, tmp_path: Path, patch_first: bool):
+    """By diffusers' own calls, two adapters in files: on the kernels as on the stock model."""
+    for seed, name in enumerate(("first", "second")):
+        maker = make_model("base")
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            maker.add_adapter(LoraConfig(r=4, target_modules=LORA_TARGETS, init_lora_weights=False))
+        maker.save_lora_adapter(tmp_path / name)
+    inputs = SMALL.inputs()
+
+    def outputs(patched: bool) -> list[torch.Tensor]:
+        model: Any = make_model("base")
+        plain = run(model, inputs)
+        patch = kernels.patch_transformer(model) if patched and patch_first else None
+        for name in ("first", "second"):
+            model.load_lora_adapter(
+                tmp_path / name,
+                prefix=None,
+                adapter_name=name,
+                weight_name="pytorch_lora_weights.safetensors",
+            )
+        if patched and not patch_first:
+            patch = kernels.patch_transformer(model)
+        results: list[torch.Tensor] = []
+        for weights in ([1.0, 0.0], [0.3, 0.7]):
+            model.set_adapters(["first", "second"], weights)
+            results.append(run(model, inputs))
+        model.fuse_lora()
+        results.append(run(model, inputs))
+        model.unfuse_lora()
+        model.unload_lora()
+        results.append(run(model, inputs))
+        if patch is not None:
+            patch.undo()
+        assert relative_error(run(model, inputs), plain) <= 1e-5
+        return results
+
+    stock, ours = outputs(False), outputs(True)
+    for expected, actual in zip(stock, ours, strict=True):
+        assert relative_error(actual, expected) <= 1e-5
+    assert min(relative_error(a, b) for a, b in zip(stock[:2], stock[1:2] + stock[3:], strict=True)) > 1e-3
 
 
 def test_training_is_refused(kernels: ModuleType, model: Any):

@@ -10,9 +10,10 @@ import torch
 from emulated_process import EmulatedProcess
 from qwenimage_tpu import verify, verify_cases
 from qwenimage_tpu.doctor_checks import Check
-from qwenimage_tpu.lab.bench_block import check_block
+from qwenimage_tpu.lab.bench_block import BlockCase, block_floor, build_block, check_block
 from qwenimage_tpu.request import check_report_path
 from qwenimage_tpu.verify_report import Timing, write_report
+from qwenimage_tpu_pallas.shapes import JointShape
 
 pytestmark = pytest.mark.xdist_group("emulated TPU")
 
@@ -81,16 +82,41 @@ def test_a_report_needs_a_file(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("heads", "image_tokens", "text_tokens", "names", "message"),
+    ("heads", "shards", "image_tokens", "text_tokens", "names", "message"),
     [
-        (0, 4096, 512, ["v6e"], "heads and text tokens must be at least 1, but are 0 and 512"),
-        (24, 100, 512, ["v6e"], "image tokens must be a positive multiple of 64, but are 100"),
-        (24, 4096, 512, ["v9"], r"TPU generations must be of \['tpu7x', .*, but are \['v9'\]"),
+        (0, 1, 4096, 512, ["v6e"], "heads and text tokens must be at least 1, but are 0 and 512"),
+        (24, 5, 4096, 512, ["v6e"], "tensor parallelism must divide the 24 heads, but is over 5 chips"),
+        (24, 1, 100, 512, ["v6e"], "image tokens must be a positive multiple of 64, but are 100"),
+        (24, 1, 4096, 512, ["v9"], r"TPU generations must be of \['tpu7x', .*, but are \['v9'\]"),
     ],
 )
-def test_bad_blocks(heads: int, image_tokens: int, text_tokens: int, names: list[str], message: str):
+def test_bad_blocks(
+    heads: int, shards: int, image_tokens: int, text_tokens: int, names: list[str], message: str
+):
     with pytest.raises(ValueError, match=message):
-        check_block(heads, image_tokens, text_tokens, names)
+        check_block(heads, shards, image_tokens, text_tokens, names)
+
+
+def test_the_floor_of_a_block():
+    """By hand, v6e: as 12 products of 4608 x 3072 x 3072 (288 x 144 registers) and attention."""
+    whole = block_floor("v6e", BlockCase(JointShape(4096, 512)))
+    assert whole == 12 * 288 * 144 * 8 // 2 + 746_496
+    assert block_floor("v6e", BlockCase(JointShape(4096, 512), shards=4)) == whole // 4
+
+
+def outputs_of_a_shard() -> list[list[int]]:
+    """Shapes that both kinds of block give on one of two chips."""
+    shapes: list[list[int]] = []
+    for patched in (False, True):
+        case = BlockCase(JointShape(64, 24), heads=4, shards=2, patched=patched)
+        block, inputs = build_block(case, "interpret")
+        with torch.no_grad():
+            shapes += [list(stream.shape) for stream in block(**inputs)]
+    return shapes
+
+
+def test_a_shard_of_a_block_takes_and_gives_whole_rows(emulated_tpu: EmulatedProcess):
+    assert emulated_tpu.run(outputs_of_a_shard) == [[1, 24, 512], [1, 64, 512]] * 2
 
 
 def test_errors_that_are_no_numbers_do_not_pass():

@@ -6,22 +6,19 @@ chooses the implementation of the functions in `ops`. `kernelize` asks them for 
 """
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 
 from .ops import (
     gated_residual_layer_norm_modulate,
     joint_attention,
     layer_norm_modulate,
-    linear,
-    linear_gated_residual,
     qk_norm_rope,
     rms_norm,
 )
+from .products import mlp_residual
 from .qwenimage_tpu_pallas.layouts import HEAD_DIM
 from .qwenimage_tpu_pallas.softmax import LOG2_E
 
@@ -48,96 +45,6 @@ class RMSNorm(nn.Module):
         return normed.view_as(hidden_states)
 
 
-def _gated_residual(
-    x: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor, index: torch.Tensor | None
-) -> torch.Tensor:
-    """``x + gate * branch`` in f32: plain code, which a compiler fuses into what stands around it."""
-    gate = gate[:, None]
-    if index is not None:
-        first, second = gate.chunk(2)
-        gate = torch.where(index[..., None] == 0, first, second)
-    return (x.float() + gate.float() * branch.float()).to(x.dtype)
-
-
-def _on_kernels(module: nn.Module) -> bool:
-    """Whether a patch gave the module a forward of this file, which may take more than the stock's."""
-    return getattr(module, "kernel_implementation", None) is not None
-
-
-class Linear(nn.Module):
-    """For `torch.nn.Linear` with a bias, on ``[batch, tokens, channels]``.
-
-    Where tensor parallelism split the weight by columns, each device multiplies its own; a weight that is
-    split by rows needs a sum over devices, which torch does.
-    """
-
-    has_backward = False
-    can_torch_compile = True
-
-    weight: nn.Parameter
-    bias: nn.Parameter
-
-    def forward(
-        self,
-        input: torch.Tensor,  # noqa: A002, the stock forward's name
-        *,
-        activation: str = "identity",
-        residual: torch.Tensor | None = None,
-        gate: torch.Tensor | None = None,
-        index: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        weight, bias = self.weight, self.bias
-        implementation = _implementation(self)
-        if isinstance(weight, DTensor):
-            if weight.placements != (Shard(0),):
-                return F.linear(input, weight, bias)
-            local = [cast(DTensor, part).to_local() for part in (input, weight, bias)]
-            out = linear(*local, activation=activation, implementation=implementation)
-            return DTensor.from_local(out, weight.device_mesh, [Shard(-1)], run_check=False)
-        if residual is None or gate is None:
-            return linear(input, weight, bias, activation=activation, implementation=implementation)
-        return linear_gated_residual(
-            input, weight, bias, residual, gate, index, implementation=implementation
-        )
-
-
-class GELU(nn.Module):
-    """For `diffusers.models.activations.GELU` with the tanh approximation."""
-
-    has_backward = False
-    can_torch_compile = True
-
-    proj: nn.Module
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if _on_kernels(self.proj):
-            return self.proj(hidden_states, activation="gelu_tanh")
-        return F.gelu(self.proj(hidden_states), approximate="tanh")
-
-
-class FeedForward(nn.Module):
-    """For `diffusers.models.attention.FeedForward`: ``residual + gate * mlp(hidden_states)``."""
-
-    has_backward = False
-    can_torch_compile = True
-
-    net: nn.ModuleList
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        residual: torch.Tensor,
-        gate: torch.Tensor,
-        index: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        *first, last = self.net
-        for module in first:
-            hidden_states = module(hidden_states)
-        if _on_kernels(last) and not isinstance(last.weight, DTensor):
-            return last(hidden_states, residual=residual, gate=gate, index=index)
-        return _gated_residual(residual, last(hidden_states), gate, index)
-
-
 class AdaLayerNormContinuous(nn.Module):
     """For `diffusers.models.normalization.AdaLayerNormContinuous` over a LayerNorm without affine weights."""
 
@@ -152,18 +59,6 @@ class AdaLayerNormContinuous(nn.Module):
         emb = self.linear(self.silu(conditioning_embedding).to(x.dtype))
         scale, shift = emb.chunk(2, dim=1)
         return layer_norm_modulate(x, shift, scale, eps=self.norm.eps, implementation=_implementation(self))
-
-
-def _mlp(
-    mlp: nn.Module,
-    hidden_states: torch.Tensor,
-    residual: torch.Tensor,
-    gate: torch.Tensor,
-    index: torch.Tensor | None,
-) -> torch.Tensor:
-    if _on_kernels(mlp):
-        return mlp(hidden_states, residual, gate, index)
-    return _gated_residual(residual, mlp(hidden_states), gate, index)
 
 
 class QwenImageTransformerBlock(nn.Module):
@@ -224,8 +119,8 @@ class QwenImageTransformerBlock(nn.Module):
             eps=self.txt_norm2.eps,
             implementation=implementation,
         )
-        image = _mlp(self.img_mlp, image_normed, image, image_mlp_gate, index)
-        text = _mlp(self.txt_mlp, text_normed, text, text_mlp_gate, None)
+        image = mlp_residual(self.img_mlp, image_normed, image, image_mlp_gate, index)
+        text = mlp_residual(self.txt_mlp, text_normed, text, text_mlp_gate, None)
         return text, image
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from . import layers
+from . import layers, products
 from .ops import check_implementation
 from .qwenimage_tpu_pallas import (
     check_softmax,
@@ -210,12 +210,12 @@ def _products(block: Any) -> list[tuple[nn.Module, Callable[..., Any]]]:
     for mlp in (block.img_mlp, block.txt_mlp):
         gelu, *_, last = mlp.net
         linears += [gelu.proj, last]
-        found.append((mlp, layers.FeedForward.forward))
+        found.append((mlp, products.mlp_forward))
         if gelu.approximate == "tanh":
-            found.append((gelu, layers.GELU.forward))
+            found.append((gelu, products.gelu_forward))
     bases = [getattr(module, "base_layer", module) for module in linears]
     served = (m for m in bases if type(m) is nn.Linear and getattr(m, "bias", None) is not None)
-    return found + [(module, layers.Linear.forward) for module in served]
+    return found + [(module, products.linear_forward) for module in served]
 
 
 def _weight(self: Any) -> torch.Tensor:

@@ -354,24 +354,25 @@ def bench_block_command(
     generations: Annotated[
         list[str] | None, typer.Option("--for", help="v5e, v5p, v6e or tpu7x; repeat it for several; v6e.")
     ] = None,
-    heads: Annotated[
-        int, typer.Option(help="Attention heads on the chip; 24 without tensor parallelism.")
-    ] = 24,
+    heads: Annotated[int, typer.Option(help="Attention heads; the model's are 24.")] = 24,
+    tensor_parallel: Annotated[
+        int, typer.Option(help="Chips that share heads and MLP; one's part is compiled, without the sums.")
+    ] = 1,
     image_tokens: Annotated[int, typer.Option(help="4096 for 1024 x 1024 pixels.")] = 4096,
     text_tokens: Annotated[int, typer.Option(help="The text bucket.")] = 512,
 ) -> None:
-    """One transformer block as torch-tpu compiles it, stock and on our kernels: cycles and memory."""
+    """One transformer block as torch-tpu compiles it, stock and on our kernels: cycles, HBM bytes, memory."""
     environment.configure()
     with _readable_errors():
         from rich.console import Console
 
         from . import emulator
-        from .lab.bench_block import check_block, report
+        from .lab.bench_block import BlockCase, check_block, report
 
         names = generations or ["v6e"]
-        shape = check_block(heads, image_tokens, text_tokens, names)
+        shape = check_block(heads, tensor_parallel, image_tokens, text_tokens, names)
         emulator.start()
-        report(shape, heads, names, Console())
+        report(BlockCase(shape, heads, tensor_parallel), names, Console())
 
 
 @bench.command("attention")

@@ -35,6 +35,8 @@ KERNELS = (
     "layer_norm_modulate",
     "gated_residual_layer_norm_modulate",
     "rms_norm",
+    "linear",
+    "linear_gated_residual",
 )
 BLOCKS = {"block, stock diffusers": False, "block, on our kernels": True}
 
@@ -59,6 +61,10 @@ def kernel_inputs(name: str, size: Size, dtype: torch.dtype) -> list[Any]:
         return [*streams, *(normal(HEAD_DIM) for _ in range(4)), table(image), table(text)]
     if name == "rms_norm":
         return [normal(1, text, TEXT_EMBEDDING_CHANNELS), normal(TEXT_EMBEDDING_CHANNELS)]
+    if name.startswith("linear"):
+        x, weight, bias = normal(1, image, channels), normal(channels, channels), normal(channels)
+        product = [x, weight * channels**-0.5, bias]
+        return product if name == "linear" else [*product, normal(1, image, channels), normal(1, channels)]
     activations = 1 if name == "layer_norm_modulate" else 2
     vectors = [normal(1, channels) for _ in range(activations + 1)]
     return [*(normal(1, image, channels) for _ in range(activations)), *vectors]

@@ -1,11 +1,14 @@
 """One QwenImage transformer block as torch-tpu compiles it: stock, and on our kernels.
 
 Both are captured from torch-tpu on the emulated device and compiled by the TPU's compiler, with real Pallas
-kernels inside; nothing runs. Cycles are executed bundles: waiting for memory is not in them.
+kernels inside; nothing runs. Cycles are executed bundles: waiting for memory is not in them. Beside them
+stand the bytes that each kernel's copies move from and to HBM, and how many cycles these take at the
+published bandwidth. What XLA keeps in VMEM between two kernels moves nothing.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 import torch
@@ -18,20 +21,28 @@ from qwenimage_tpu.kernel_loader import load_kernels
 from qwenimage_tpu_pallas.layouts import HEAD_DIM
 from qwenimage_tpu_pallas.shapes import HEADS, JointShape
 
-from .ahead_of_time import TOPOLOGIES
+from .ahead_of_time import CLOCK_HZ, TOPOLOGIES
+from .attention_floor import MATRIX_UNITS, matmul_floor
 from .compiled_program import CompiledProgram, compile_program
+from .hardware import CORES, HBM_BYTES_PER_SECOND
 from .program import Program
 
 IMAGE_ROW = 64  # image tokens in a row; how they are arranged changes no shape
-GIB = 2**30
+MLP_RATIO = 4
+MIB, GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True)
 class BlockCase:
-    """One block of the base model: its shape, and whether it is patched with our kernels."""
+    """One block of the base model: its shape, and whether it is patched with our kernels.
+
+    shards: chips that share it by tensor parallelism; the block is then what one of them has, and the sums
+    over all of them are left out.
+    """
 
     shape: JointShape
     heads: int = HEADS
+    shards: int = 1
     patched: bool = True
     dtype: torch.dtype = torch.bfloat16
 
@@ -40,16 +51,38 @@ class BlockCase:
         return "on our kernels" if self.patched else "stock diffusers"
 
 
-def check_block(heads: int, image_tokens: int, text_tokens: int, generations: Sequence[str]) -> JointShape:
+def check_block(
+    heads: int, shards: int, image_tokens: int, text_tokens: int, generations: Sequence[str]
+) -> JointShape:
     """The shape. Raises ValueError for one that the block does not take, and for an unknown generation."""
     if heads < 1 or text_tokens < 1:
         raise ValueError(f"heads and text tokens must be at least 1, but are {heads} and {text_tokens}")
+    if shards < 1 or heads % shards:
+        raise ValueError(f"tensor parallelism must divide the {heads} heads, but is over {shards} chips")
     if image_tokens < 1 or image_tokens % IMAGE_ROW:
         raise ValueError(f"image tokens must be a positive multiple of {IMAGE_ROW}, but are {image_tokens}")
     unknown = [name for name in generations if name not in TOPOLOGIES]
     if unknown:
         raise ValueError(f"TPU generations must be of {sorted(TOPOLOGIES)}, but are {unknown}")
     return JointShape(image_tokens, text_tokens)
+
+
+def block_floor(generation: str, case: BlockCase) -> int:
+    """Cycles on each core that the block's matrix products take at least in the compiler's schedule."""
+    units, channels = MATRIX_UNITS[generation], case.heads * HEAD_DIM
+    shared, hidden = channels // case.shards, MLP_RATIO * channels // case.shards
+    rows = case.shape.image_tokens + case.shape.text_tokens
+    registers = sum(
+        units.registers(rows, depth, columns)
+        for depth, columns in (
+            *((channels, shared),) * 3,
+            (shared, channels),
+            (channels, hidden),
+            (hidden, channels),
+        )
+    )
+    products = registers * units.scheduled / (units.count * CORES[generation])
+    return ceil(products) + matmul_floor(generation, case.shape, case.heads // case.shards).scheduled
 
 
 def build_block(
@@ -62,6 +95,7 @@ def build_block(
     """
     with torch.device("meta"):
         transformer: Any = QwenImageTransformer2DModel(num_layers=1, num_attention_heads=case.heads)
+        _keep_one_shard(transformer, case.shards)
     # diffusers' own `to` warns about modules to be kept in float32 even where there are none.
     torch.nn.Module.to(transformer.to_empty(device="cpu"), case.dtype).requires_grad_(False).eval()
     transformer.pos_embed = QwenImageTransformer2DModel(num_layers=0, num_attention_heads=1).pos_embed
@@ -73,6 +107,18 @@ def build_block(
         kernels.patch_transformer(transformer, implementation=implementation)
     transformer.to("tpu")
     return block, _inputs(transformer, case)
+
+
+def _keep_one_shard(transformer: Any, shards: int) -> None:
+    """Leave of each linear layer in diffusers' plan for tensor parallelism what one chip has of it."""
+    block = transformer.transformer_blocks[0]
+    block.attn.heads //= shards
+    for pattern, split in transformer._tp_plan.items():
+        name = pattern.removeprefix("transformer_blocks.*.")
+        linear: Any = block.get_submodule(name)
+        inputs, outputs = linear.in_features, linear.out_features
+        sizes = (inputs, outputs // shards) if split == "colwise" else (inputs // shards, outputs)
+        block.set_submodule(name, torch.nn.Linear(*sizes))
 
 
 def capture_block(case: BlockCase, kernel_repo: str | None = None) -> Program:
@@ -105,9 +151,9 @@ def _inputs(transformer: Any, case: BlockCase) -> dict[str, Any]:
     return arguments
 
 
-def report(shape: JointShape, heads: int, generations: Sequence[str], console: Console) -> None:
+def report(case: BlockCase, generations: Sequence[str], console: Console) -> None:
     """Print cycles and memory of the stock and of the patched block, and where their cycles go."""
-    cases = [BlockCase(shape, heads, patched=patched) for patched in (False, True)]
+    cases = [replace(case, patched=patched) for patched in (False, True)]
     with console.status("capturing both blocks from torch-tpu"):
         programs = {case: capture_block(case) for case in cases}
     for generation in generations:
@@ -120,29 +166,45 @@ def report(shape: JointShape, heads: int, generations: Sequence[str], console: C
 
 def _print(generation: str, compiled: dict[BlockCase, CompiledProgram], console: Console) -> None:
     (stock, first), (_, second) = compiled.items()
+    shard = f" on one of {stock.shards} chips" if stock.shards > 1 else ""
     console.print(
-        f"[bold]{generation}[/], one block, {stock.heads} heads, {stock.shape} tokens: stock"
+        f"[bold]{generation}[/], one block{shard}, {stock.heads} heads, {stock.shape} tokens: stock"
         f" {first.schedule.cycles:,} cycles, ours {second.schedule.cycles:,}"
-        f" ({first.schedule.cycles / second.schedule.cycles:.2f} times fewer)"
+        f" ({first.schedule.cycles / second.schedule.cycles:.2f} times fewer); the matrix products alone take"
+        f" {block_floor(generation, stock):,}"
     )
     for case, program in compiled.items():
-        console.print(_table(case, program))
+        console.print(_table(generation, case, program))
 
 
-def _table(case: BlockCase, program: CompiledProgram, rows: int = 10) -> Table:
-    """The kernels that take most cycles, and the rest in one row."""
-    memory = program.memory
+def _table(generation: str, case: BlockCase, program: CompiledProgram, smallest: float = 0.001) -> Table:
+    """The kernels with at least that share of the cycles, the others together, and the whole block."""
+    memory, schedule = program.memory, program.schedule
     table = Table(
-        title=f"{case.name}: {program.schedule.cycles:,} cycles, weights and inputs"
-        f" {memory.arguments / GIB:.2f} GiB, temporaries {memory.temporaries / GIB:.2f} GiB"
+        title=f"{case.name}: weights and inputs {memory.arguments / GIB:.2f} GiB, temporaries"
+        f" {memory.temporaries / GIB:.2f} GiB"
     )
     table.add_column("fusion or kernel", overflow="fold")
-    for column in ("calls", "cycles", "share"):
+    for column in ("calls", "cycles", "share", "HBM MiB", "as cycles"):
         table.add_column(column, justify="right")
-    total = program.schedule.cycles
-    kernels = sorted(program.schedule.kernels, key=lambda kernel: -kernel.calls * kernel.cycles)
-    shown = [(kernel.name, str(kernel.calls), kernel.calls * kernel.cycles) for kernel in kernels[:rows]]
-    rest = total - sum(cycles for _, _, cycles in shown)
-    for name, calls, cycles in [*shown, (f"{len(kernels) - len(shown)} others", "", rest)]:
-        table.add_row(name, calls, f"{cycles:,}", f"{cycles / total:.1%}")
+    hbm_bytes_per_cycle = HBM_BYTES_PER_SECOND[generation] / CLOCK_HZ[generation]
+
+    def add(name: str, calls: str, cycles: int, moved: int) -> None:
+        share, hbm = f"{cycles / schedule.cycles:.1%}", f"{moved / hbm_bytes_per_cycle:,.0f}"
+        table.add_row(name, calls, f"{cycles:,}", share, f"{moved / MIB:.1f}", hbm)
+
+    kernels = sorted(schedule.kernels, key=lambda kernel: -kernel.calls * kernel.cycles)
+    shown = [kernel for kernel in kernels if kernel.calls * kernel.cycles >= smallest * schedule.cycles]
+    for kernel in shown:
+        add(
+            kernel.name,
+            str(kernel.calls),
+            kernel.calls * kernel.cycles,
+            kernel.calls * kernel.traffic.total,
+        )
+    others = schedule.cycles - sum(kernel.calls * kernel.cycles for kernel in shown)
+    moved = schedule.traffic.total - sum(kernel.calls * kernel.traffic.total for kernel in shown)
+    add(f"{len(kernels) - len(shown)} others, copies between them", "", others, moved)
+    table.add_section()
+    add("all", "", schedule.cycles, schedule.traffic.total)
     return table

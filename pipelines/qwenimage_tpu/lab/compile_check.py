@@ -75,6 +75,21 @@ def _rms_norm_arguments(shape: JointShape, dtype: str) -> list[jax.ShapeDtypeStr
     ]
 
 
+def _linear_arguments(
+    shape: JointShape, dtype: str, *, channels: tuple[int, int], gated: bool = False, indexed: bool = False
+) -> list[jax.ShapeDtypeStruct]:
+    inputs, outputs = channels
+    tokens = shape.image_tokens
+    product = [
+        _struct(1, tokens, inputs, dtype=dtype),
+        _struct(outputs, inputs, dtype=dtype),
+        _struct(outputs, dtype=dtype),
+    ]
+    index = [_struct(1, tokens, dtype="int32")] if indexed else []
+    gate = [_struct(1, tokens, outputs, dtype=dtype), _struct(2 if indexed else 1, outputs, dtype=dtype)]
+    return [*product, *(gate if gated else []), *index]
+
+
 def kernel_cases() -> list[KernelCase]:
     """Every kernel, and each of its static variants that changes what is compiled."""
     cases = [
@@ -98,6 +113,16 @@ def kernel_cases() -> list[KernelCase]:
                 gated,
             ),
         ]
+        down = functools.partial(
+            _linear_arguments, channels=(4 * HEADS * HEAD_DIM, HEADS * HEAD_DIM), gated=True, indexed=indexed
+        )
+        cases.append(KernelCase(f"linear_gated_residual{suffix}", kernels.linear_gated_residual, down))
+    projection = functools.partial(_linear_arguments, channels=(HEADS * HEAD_DIM, HEADS * HEAD_DIM))
+    up = functools.partial(_linear_arguments, channels=(HEADS * HEAD_DIM, 4 * HEADS * HEAD_DIM))
+    cases += [
+        KernelCase("linear", kernels.linear, projection),
+        KernelCase("linear gelu_tanh", functools.partial(kernels.linear, activation="gelu_tanh"), up),
+    ]
     return [*cases, KernelCase("rms_norm", kernels.rms_norm, _rms_norm_arguments)]
 
 

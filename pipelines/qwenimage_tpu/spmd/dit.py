@@ -1,8 +1,8 @@
 """The transformer's computation: `QwenImageTransformer2DModel` of diffusers in JAX, its blocks scanned.
 
-The matrix products are XLA's, sharded by the parameters' placement and the constraints here. The kernels
-are Pallas', each on the local shard of its operands: attention and QK norm on the chip's heads, norms on
-whole rows.
+The kernels are Pallas', each on the local shard of its operands: attention, its projections, QK norm and
+the MLP's first product on the chip's heads and hidden channels, norms on whole rows. The products that are
+summed over chips are XLA's, and those outside the blocks.
 """
 
 import functools
@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import qwenimage_tpu_pallas as kernels
 from qwenimage_tpu_pallas.layouts import HEAD_DIM
+from qwenimage_tpu_pallas.linear import Activation
 from qwenimage_tpu_pallas.softmax import LOG2_E, Softmax
 
 from .config import TIME_CHANNELS, is_modulation
@@ -107,6 +108,45 @@ def linear(parameters: Parameters, name: str, x: jax.Array, *, summed: bool = Fa
         preferred_element_type=x.dtype if summed else jnp.float32,
     )
     return (product.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+def _local_linear(
+    parameters: Parameters, name: str, x: jax.Array, execution: Execution, activation: Activation = "identity"
+) -> jax.Array:
+    """The chip's output channels of ``activation(x weight^T + bias)``, from whole rows of x."""
+    run = execution.on_shards(
+        functools.partial(kernels.linear, activation=activation),
+        (execution.rows, P(MODEL, None), P(MODEL)),
+        execution.heads,
+    )
+    return run(x, parameters[f"{name}.weight"], parameters[f"{name}.bias"])
+
+
+def _summed_linear(parameters: Parameters, name: str, x: jax.Array, execution: Execution) -> jax.Array:
+    """Of x whose channels are split over chips, whole rows of ``x weight^T + bias``."""
+    if execution.mesh.shape[MODEL] == 1:
+        return _local_linear(parameters, name, x, execution)
+    return execution.constrain(linear(parameters, name, x, summed=True), execution.rows)
+
+
+def _gated_linear(
+    parameters: Parameters,
+    name: str,
+    x: jax.Array,
+    residual: jax.Array,
+    gate: jax.Array,
+    execution: Execution,
+) -> jax.Array:
+    """``residual + gate * (x weight^T + bias)``, of x whose channels are split over chips."""
+    if execution.mesh.shape[MODEL] == 1:
+        rows, vector = execution.rows, P(execution.batch_axis, None)
+        run = execution.on_shards(
+            kernels.linear_gated_residual, (rows, P(None, None), P(None), rows, vector), rows
+        )
+        return run(x, parameters[f"{name}.weight"], parameters[f"{name}.bias"], residual, gate)
+    branch = _summed_linear(parameters, name, x, execution).astype(jnp.float32)
+    wide = residual.astype(jnp.float32) + gate[:, None].astype(jnp.float32) * branch
+    return wide.astype(residual.dtype)
 
 
 def time_embedding(parameters: Parameters, timesteps: jax.Array) -> jax.Array:
@@ -222,13 +262,8 @@ def _block(
     streams = (("img", image, image_branch, image_mod), ("txt", text, text_branch, text_mod))
     for name, x, branch, mod in streams:
         x, normed = _gated_norm(x, branch, (mod[2], mod[3], mod[4]), execution)
-        hidden = linear(weights, f"{name}_mlp.net.0.proj", normed)
-        hidden = jax.nn.gelu(execution.constrain(hidden, execution.heads), approximate=True)
-        branch = execution.constrain(
-            linear(weights, f"{name}_mlp.net.2", hidden, summed=True), execution.rows
-        )
-        gate = mod[5][:, None].astype(jnp.float32)
-        outputs.append((x.astype(jnp.float32) + gate * branch.astype(jnp.float32)).astype(x.dtype))
+        hidden = _local_linear(weights, f"{name}_mlp.net.0.proj", normed, execution, "gelu_tanh")
+        outputs.append(_gated_linear(weights, f"{name}_mlp.net.2", hidden, x, mod[5], execution))
     return outputs[0], outputs[1]
 
 
@@ -243,7 +278,7 @@ def _attention(
     heads, batch, whole = execution.heads, execution.batch_axis, P(None)
 
     def project(name: str, x: jax.Array) -> jax.Array:
-        return execution.constrain(linear(weights, f"attn.{name}", x), heads)
+        return _local_linear(weights, f"attn.{name}", x, execution)
 
     norm_weights = [weights[f"attn.norm_{name}.weight"] for name in ("q", "k", "added_q", "added_k")]
     for position in (0, 2):
@@ -275,6 +310,6 @@ def _attention(
         text_lengths,
     )
     return (
-        execution.constrain(linear(weights, "attn.to_out.0", image_out, summed=True), execution.rows),
-        execution.constrain(linear(weights, "attn.to_add_out", text_out, summed=True), execution.rows),
+        _summed_linear(weights, "attn.to_out.0", image_out, execution),
+        _summed_linear(weights, "attn.to_add_out", text_out, execution),
     )
