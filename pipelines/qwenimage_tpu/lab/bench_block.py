@@ -112,7 +112,6 @@ def build_block(
 def _keep_one_shard(transformer: Any, shards: int) -> None:
     """Leave of each linear layer in diffusers' plan for tensor parallelism what one chip has of it."""
     block = transformer.transformer_blocks[0]
-    block.attn.heads //= shards
     for pattern, split in transformer._tp_plan.items():
         name = pattern.removeprefix("transformer_blocks.*.")
         linear: Any = block.get_submodule(name)
