@@ -13,6 +13,12 @@ Arrays = Sequence[jax.Array | None]
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
 
 
+def random_array(
+    rng: np.random.Generator, *shape: int, dtype: str = "float32", scale: float = 1
+) -> jax.Array:
+    return jnp.asarray(rng.standard_normal(shape) * scale, dtype)
+
+
 def in_float64(function: Callable[..., Any], arguments: Arrays, **keywords: Any) -> list[np.ndarray]:
     """`function` of the arguments, floats widened to f64, as numpy arrays."""
     with jax.enable_x64(True):

@@ -11,21 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import qwenimage_tpu_pallas as kernels
-from accuracy import assert_as_accurate, in_float64
+from accuracy import assert_as_accurate, in_float64, random_array
 from qwenimage_tpu_pallas import LinearConfig, reference
-from qwenimage_tpu_pallas.linear import Activation, linear_vmem_bytes
+from qwenimage_tpu_pallas.linear import linear_vmem_bytes
+from qwenimage_tpu_pallas.validation import Activation
 from qwenimage_tpu_pallas.vmem import VMEM_LIMIT_BYTES
 
 ACTIVATIONS: list[Activation] = ["identity", "gelu_tanh"]
 DTYPES = ["float32", "bfloat16"]
 # Of one block, or ragged in rows, in columns, and with a depth of one, two and three steps.
 CONFIGS = [None, LinearConfig(32, 128, 128), LinearConfig(16, 256, 384), LinearConfig(48, 384, 128)]
-
-
-def random_array(
-    rng: np.random.Generator, *shape: int, dtype: str = "float32", scale: float = 1
-) -> jax.Array:
-    return jnp.asarray(rng.standard_normal(shape) * scale, dtype)
 
 
 def plain_product(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:

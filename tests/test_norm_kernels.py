@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import qwenimage_tpu_pallas as kernels
-from accuracy import assert_as_accurate, in_float64
+from accuracy import assert_as_accurate, in_float64, random_array
 from qwenimage_tpu_pallas import RowConfig, reference
 from qwenimage_tpu_pallas.layouts import HEAD_DIM
 from qwenimage_tpu_pallas.qk_norm_rope import norm_rope_vmem_bytes
@@ -24,12 +24,6 @@ RAGGED = [1, 7, 15, 16, 17, 127, 128, 129]
 DTYPES = ["float32", "bfloat16"]
 tokens = st.sampled_from(RAGGED)
 scales = st.floats(-4, 4).map(lambda exponent: 10.0**exponent)
-
-
-def random_array(
-    rng: np.random.Generator, *shape: int, dtype: str = "float32", scale: float = 1
-) -> jax.Array:
-    return jnp.asarray(rng.standard_normal(shape) * scale, dtype)
 
 
 def check(name: str, arguments: list[jax.Array | None], config: Any, plain: Callable[..., Any]) -> None:

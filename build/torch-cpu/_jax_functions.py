@@ -10,8 +10,8 @@ import jax
 
 from . import qwenimage_tpu_pallas as pallas
 from .device_kind import device_kind
-from .qwenimage_tpu_pallas.linear import Activation
 from .qwenimage_tpu_pallas.softmax import Softmax
+from .qwenimage_tpu_pallas.validation import Activation
 
 
 def joint_attention(

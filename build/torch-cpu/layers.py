@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .linear_layers import mlp_residual
 from .ops import (
     gated_residual_layer_norm_modulate,
     joint_attention,
@@ -18,7 +19,6 @@ from .ops import (
     qk_norm_rope,
     rms_norm,
 )
-from .products import mlp_residual
 from .qwenimage_tpu_pallas.layouts import HEAD_DIM
 from .qwenimage_tpu_pallas.softmax import LOG2_E
 

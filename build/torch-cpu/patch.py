@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from . import layers, products
+from . import layers, linear_layers
 from .ops import check_implementation
 from .qwenimage_tpu_pallas import (
     check_softmax,
@@ -54,7 +54,7 @@ class Patch:
         for block in transformer.transformer_blocks:
             self._set_forward(block, layers.QwenImageTransformerBlock.forward)
             self._patch_attention(block.attn)
-            for module, function in _products(block):
+            for module, function in _linear_layers(block):
                 self._set_forward(module, function)
         self._set_forward(transformer, _sorting_text(type(transformer).forward))
         self._transformer = transformer
@@ -172,7 +172,7 @@ def _check_transformer(transformer: Any) -> None:
     patched = [transformer, *(getattr(transformer, name) for name in expected[1:])]
     for block in transformer.transformer_blocks:
         patched += [block, *(getattr(block.attn, name, None) for name in _NORMS)]
-        patched += [module for module, _ in _products(block)]
+        patched += [module for module, _ in _linear_layers(block)]
     hooked = [module for module in patched if module is not None and "forward" in vars(module)]
     if hooked:
         raise ValueError(
@@ -199,7 +199,7 @@ def _check_attention(attn: Any) -> None:
         )
 
 
-def _products(block: Any) -> list[tuple[nn.Module, Callable[..., Any]]]:
+def _linear_layers(block: Any) -> list[tuple[nn.Module, Callable[..., Any]]]:
     """The block's linear layers and MLPs, with their forwards: those that the kernels serve.
 
     A LoRA's linear layer calls the one that it wraps.
@@ -210,12 +210,12 @@ def _products(block: Any) -> list[tuple[nn.Module, Callable[..., Any]]]:
     for mlp in (block.img_mlp, block.txt_mlp):
         gelu, *_, last = mlp.net
         linears += [gelu.proj, last]
-        found.append((mlp, products.mlp_forward))
+        found.append((mlp, linear_layers.mlp_forward))
         if gelu.approximate == "tanh":
-            found.append((gelu, products.gelu_forward))
+            found.append((gelu, linear_layers.gelu_forward))
     bases = [getattr(module, "base_layer", module) for module in linears]
     served = (m for m in bases if type(m) is nn.Linear and getattr(m, "bias", None) is not None)
-    return found + [(module, products.linear_forward) for module in served]
+    return found + [(module, linear_layers.linear_forward) for module in served]
 
 
 def _weight(self: Any) -> torch.Tensor:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 
 from . import attention_table, vmem
-from .layouts import HEAD_DIM, LANES, ROW_ALIGNMENT, round_up
+from .layouts import HEAD_DIM, LANES, ROW_ALIGNMENT, check_block_size, round_up
 from .softmax import Softmax
 
 # What VMEM holds for the steps in flight. Queries: of this step and of the next three. Outputs: of this step
@@ -36,9 +36,7 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value <= 0 or value % LANES:
-                raise ValueError(f"{field.name} must be a positive multiple of {LANES}, got {value}")
+            check_block_size(field.name, getattr(self, field.name), LANES)
 
 
 def split(size: int, piece: int) -> list[tuple[int, int]]:

@@ -4,7 +4,7 @@ ValueError: the caller is wrong. NotImplementedError: the call makes sense, but 
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from .layouts import HEAD_DIM, LANES
 from .softmax import check_softmax
@@ -20,7 +20,8 @@ class Array(Protocol):
 
 
 FLOAT_DTYPES = ("float32", "bfloat16")
-ACTIVATIONS = ("identity", "gelu_tanh")
+Activation = Literal["identity", "gelu_tanh"]
+ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 
 
 def dtype_name(x: Array) -> str:
@@ -61,6 +62,10 @@ def _require_same(name: str, x: Array, like_name: str, like: Array) -> None:
         raise ValueError(
             f"{name} must have the shape of {like_name}, {tuple(like.shape)}, got {tuple(x.shape)}"
         )
+    _require_same_dtype(name, x, like_name, like)
+
+
+def _require_same_dtype(name: str, x: Array, like_name: str, like: Array) -> None:
     if x.dtype != like.dtype:
         raise ValueError(
             f"{name} must have the dtype of {like_name}, {dtype_name(like)}, got {dtype_name(x)}"
@@ -79,10 +84,7 @@ def check_streams(tensors: Mapping[str, Array]) -> None:
                 f"{text_name} must have the {meaning} of {image_name}, {image.shape[axis]},"
                 f" got {text.shape[axis]}"
             )
-    if image.dtype != text.dtype:
-        raise ValueError(
-            f"{text_name} must have the dtype of {image_name}, {dtype_name(image)}, got {dtype_name(text)}"
-        )
+    _require_same_dtype(text_name, text, image_name, image)
     for name, x in tensors.items():
         like_name = image_name if name.startswith("image") else text_name
         _require_same(name, x, like_name, tensors[like_name])
@@ -195,8 +197,7 @@ def check_linear(x: Array, weight: Array, bias: Array, activation: str = "identi
         raise NotImplementedError(
             f"weight must have a multiple of {LANES} output channels, got {weight.shape[0]}"
         )
-    if dtype_name(weight) != dtype_name(x):
-        raise ValueError(f"weight must have the dtype of x, {dtype_name(x)}, got {dtype_name(weight)}")
+    _require_same_dtype("weight", weight, "x", x)
     _require_shape("bias", bias, (weight.shape[0],), "[out_channels]")
     _require_dtype("bias", bias, FLOAT_DTYPES)
 
@@ -208,6 +209,5 @@ def check_linear_gated_residual(
     check_linear(x, weight, bias)
     expected = (*x.shape[:2], weight.shape[0])
     _require_shape("residual", residual, expected, "[batch, tokens, out_channels]")
-    if dtype_name(residual) != dtype_name(x):
-        raise ValueError(f"residual must have the dtype of x, {dtype_name(x)}, got {dtype_name(residual)}")
+    _require_same_dtype("residual", residual, "x", x)
     check_modulation(residual, {"gate": gate}, index)

@@ -30,6 +30,12 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def check_block_size(name: str, value: int, unit: int) -> None:
+    """Raise ValueError unless a block's size is a positive multiple of `unit`."""
+    if value <= 0 or value % unit:
+        raise ValueError(f"{name} must be a positive multiple of {unit}, got {value}")
+
+
 def matmul_precision(dtype: jnp.dtype) -> jax.lax.Precision:
     """HIGHEST for f32, whose default on a TPU is a single bf16 pass; DEFAULT for bf16, exact in one."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT

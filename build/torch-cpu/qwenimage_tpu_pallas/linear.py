@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +11,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from . import vmem
-from .layouts import LANES, ROW_ALIGNMENT, Ref, matmul_precision, round_up
+from .layouts import LANES, ROW_ALIGNMENT, Ref, check_block_size, matmul_precision, round_up
 from .modulation import select_modulation
-from .validation import check_linear, check_linear_gated_residual
+from .validation import Activation, check_linear, check_linear_gated_residual
 
-Activation = Literal["identity", "gelu_tanh"]
-# Up to this depth a block holds all of it, so that weights are read once.
 LARGEST_DEPTH = 4096
 GELU_SLOPE = math.sqrt(2 / math.pi)
 
@@ -34,43 +31,32 @@ class LinearConfig:
     block_depth: int
 
     def __post_init__(self) -> None:
-        for name, unit in (("block_rows", ROW_ALIGNMENT), ("block_columns", LANES), ("block_depth", LANES)):
-            value = getattr(self, name)
-            if value <= 0 or value % unit:
-                raise ValueError(f"{name} must be a positive multiple of {unit}, got {value}")
+        check_block_size("block_rows", self.block_rows, ROW_ALIGNMENT)
+        check_block_size("block_columns", self.block_columns, LANES)
+        check_block_size("block_depth", self.block_depth, LANES)
 
     @classmethod
     def heuristic(
         cls, tokens: int, in_channels: int, out_channels: int, vmem_bytes: Callable[["LinearConfig"], int]
     ) -> "LinearConfig":
-        """The largest blocks of nearly even size that fit by the kernel's VMEM estimate."""
-        whole = in_channels <= LARGEST_DEPTH
-        depth = in_channels if whole else _largest_divisor(in_channels, 512)
-        # Deep products read both operands anew for every block, so these are larger.
-        most_rows, most_columns = (1024 if whole else 2048), 1536
-        while True:
-            rows, columns = _even(tokens, most_rows, ROW_ALIGNMENT), _even(out_channels, most_columns, LANES)
-            smallest = rows == ROW_ALIGNMENT and columns == LANES
-            if smallest or vmem_bytes(cls(rows, columns, depth)) <= vmem.VMEM_LIMIT_BYTES:
-                break
-            if rows >= columns or columns == LANES:
-                most_rows = rows // 2
-            else:
-                most_columns = columns // 2
-        deeper = _largest_divisor(in_channels, LARGEST_DEPTH)
-        while deeper > depth and vmem_bytes(cls(rows, columns, deeper)) > vmem.VMEM_LIMIT_BYTES:
-            deeper = _largest_divisor(in_channels, deeper - 1)
-        return cls(rows, columns, deeper)
+        """Blocks of nearly even size, as deep as fits by the kernel's VMEM estimate."""
+        rows, columns = _even(tokens, 1024, ROW_ALIGNMENT), _even(out_channels, 1536, LANES)
+        configs = [
+            cls(rows, columns, depth)
+            for depth in range(LANES, min(in_channels, LARGEST_DEPTH) + 1, LANES)
+            if in_channels % depth == 0
+        ]
+        # At least the shallowest: what does not fit is then refused by its size.
+        return max(
+            (config for config in configs if vmem_bytes(config) <= vmem.VMEM_LIMIT_BYTES),
+            key=lambda config: config.block_depth,
+            default=configs[0],
+        )
 
 
 def _even(size: int, most: int, unit: int) -> int:
-    """A multiple of `unit`, at most `most` or `unit`, with as little as possible beyond the last block."""
-    blocks = pl.cdiv(size, max(most // unit * unit, unit))
-    return round_up(pl.cdiv(size, blocks), unit)
-
-
-def _largest_divisor(channels: int, most: int) -> int:
-    return max(size for size in range(LANES, most + 1, LANES) if channels % size == 0)
+    """A multiple of `unit`, at most `most`, with as little as possible beyond the last block."""
+    return round_up(pl.cdiv(size, pl.cdiv(size, most)), unit)
 
 
 def linear_vmem_bytes(config: LinearConfig, itemsize: int, arrays: int) -> int:

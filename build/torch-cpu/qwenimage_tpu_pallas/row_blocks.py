@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from . import vmem
-from .layouts import ROW_ALIGNMENT, round_up
+from .layouts import ROW_ALIGNMENT, check_block_size, round_up
 
 LARGEST_BLOCK = 512
 
@@ -16,10 +16,7 @@ class RowConfig:
     block_rows: int
 
     def __post_init__(self) -> None:
-        if self.block_rows <= 0 or self.block_rows % ROW_ALIGNMENT:
-            raise ValueError(
-                f"block_rows must be a positive multiple of {ROW_ALIGNMENT}, got {self.block_rows}"
-            )
+        check_block_size("block_rows", self.block_rows, ROW_ALIGNMENT)
 
     @classmethod
     def heuristic(cls, tokens: int, vmem_bytes: Callable[[int], int]) -> "RowConfig":

@@ -29,6 +29,7 @@ from .program import Program
 
 IMAGE_ROW = 64  # image tokens in a row; how they are arranged changes no shape
 MLP_RATIO = 4
+SMALLEST_SHARE = 0.001  # of a block's cycles, to get a row of its own
 MIB, GIB = 2**20, 2**30
 
 
@@ -176,8 +177,8 @@ def _print(generation: str, compiled: dict[BlockCase, CompiledProgram], console:
         console.print(_table(generation, case, program))
 
 
-def _table(generation: str, case: BlockCase, program: CompiledProgram, smallest: float = 0.001) -> Table:
-    """The kernels with at least that share of the cycles, the others together, and the whole block."""
+def _table(generation: str, case: BlockCase, program: CompiledProgram) -> Table:
+    """The kernels with a share of the cycles worth a row, the others together, and the whole block."""
     memory, schedule = program.memory, program.schedule
     table = Table(
         title=f"{case.name}: weights and inputs {memory.arguments / GIB:.2f} GiB, temporaries"
@@ -186,24 +187,19 @@ def _table(generation: str, case: BlockCase, program: CompiledProgram, smallest:
     table.add_column("fusion or kernel", overflow="fold")
     for column in ("calls", "cycles", "share", "HBM MiB", "as cycles"):
         table.add_column(column, justify="right")
-    hbm_bytes_per_cycle = HBM_BYTES_PER_SECOND[generation] / CLOCK_HZ[generation]
+    bytes_per_cycle = HBM_BYTES_PER_SECOND[generation] / CLOCK_HZ[generation]
 
     def add(name: str, calls: str, cycles: int, moved: int) -> None:
-        share, hbm = f"{cycles / schedule.cycles:.1%}", f"{moved / hbm_bytes_per_cycle:,.0f}"
-        table.add_row(name, calls, f"{cycles:,}", share, f"{moved / MIB:.1f}", hbm)
+        share, as_cycles = f"{cycles / schedule.cycles:.1%}", f"{moved / bytes_per_cycle:,.0f}"
+        table.add_row(name, calls, f"{cycles:,}", share, f"{moved / MIB:.1f}", as_cycles)
 
-    kernels = sorted(schedule.kernels, key=lambda kernel: -kernel.calls * kernel.cycles)
-    shown = [kernel for kernel in kernels if kernel.calls * kernel.cycles >= smallest * schedule.cycles]
-    for kernel in shown:
-        add(
-            kernel.name,
-            str(kernel.calls),
-            kernel.calls * kernel.cycles,
-            kernel.calls * kernel.traffic.total,
-        )
-    others = schedule.cycles - sum(kernel.calls * kernel.cycles for kernel in shown)
-    moved = schedule.traffic.total - sum(kernel.calls * kernel.traffic.total for kernel in shown)
-    add(f"{len(kernels) - len(shown)} others, copies between them", "", others, moved)
+    others, others_moved = schedule.cycles, schedule.traffic.total
+    for kernel in sorted(schedule.kernels, key=lambda kernel: -kernel.calls * kernel.cycles):
+        cycles, moved = kernel.calls * kernel.cycles, kernel.calls * kernel.traffic.total
+        if cycles >= SMALLEST_SHARE * schedule.cycles:
+            add(kernel.name, str(kernel.calls), cycles, moved)
+            others, others_moved = others - cycles, others_moved - moved
+    add("all others, copies between them", "", others, others_moved)
     table.add_section()
     add("all", "", schedule.cycles, schedule.traffic.total)
     return table

@@ -76,18 +76,15 @@ def _rms_norm_arguments(shape: JointShape, dtype: str) -> list[jax.ShapeDtypeStr
 
 
 def _linear_arguments(
-    shape: JointShape, dtype: str, *, channels: tuple[int, int], gated: bool = False, indexed: bool = False
+    shape: JointShape, dtype: str, *, channels: tuple[int, int], gates: int = 0
 ) -> list[jax.ShapeDtypeStruct]:
-    inputs, outputs = channels
-    tokens = shape.image_tokens
-    product = [
-        _struct(1, tokens, inputs, dtype=dtype),
-        _struct(outputs, inputs, dtype=dtype),
-        _struct(outputs, dtype=dtype),
-    ]
-    index = [_struct(1, tokens, dtype="int32")] if indexed else []
-    gate = [_struct(1, tokens, outputs, dtype=dtype), _struct(2 if indexed else 1, outputs, dtype=dtype)]
-    return [*product, *(gate if gated else []), *index]
+    """gates: rows of the gate; 0 for a layer without a residual, 2 for one chosen per token."""
+    (inputs, outputs), tokens = channels, shape.image_tokens
+    sizes = [(1, tokens, inputs), (outputs, inputs), (outputs,)]
+    if gates:
+        sizes += [(1, tokens, outputs), (gates, outputs)]
+    index = [_struct(1, tokens, dtype="int32")] if gates == 2 else []
+    return [*(_struct(*size, dtype=dtype) for size in sizes), *index]
 
 
 def kernel_cases() -> list[KernelCase]:
@@ -101,6 +98,7 @@ def kernel_cases() -> list[KernelCase]:
         for softmax in kernels.ALL_SOFTMAXES
     ]
     cases.append(KernelCase("qk_norm_rope", kernels.qk_norm_rope, _norm_rope_arguments))
+    width = HEADS * HEAD_DIM
     for indexed in (False, True):
         suffix = " per token" if indexed else ""
         norm = functools.partial(_modulation_arguments, activations=1, vectors=2, indexed=indexed)
@@ -113,14 +111,11 @@ def kernel_cases() -> list[KernelCase]:
                 gated,
             ),
         ]
-        down = functools.partial(
-            _linear_arguments, channels=(4 * HEADS * HEAD_DIM, HEADS * HEAD_DIM), gated=True, indexed=indexed
-        )
+        down = functools.partial(_linear_arguments, channels=(4 * width, width), gates=1 + indexed)
         cases.append(KernelCase(f"linear_gated_residual{suffix}", kernels.linear_gated_residual, down))
-    projection = functools.partial(_linear_arguments, channels=(HEADS * HEAD_DIM, HEADS * HEAD_DIM))
-    up = functools.partial(_linear_arguments, channels=(HEADS * HEAD_DIM, 4 * HEADS * HEAD_DIM))
+    square, up = (functools.partial(_linear_arguments, channels=(width, n * width)) for n in (1, 4))
     cases += [
-        KernelCase("linear", kernels.linear, projection),
+        KernelCase("linear", kernels.linear, square),
         KernelCase("linear gelu_tanh", functools.partial(kernels.linear, activation="gelu_tanh"), up),
     ]
     return [*cases, KernelCase("rms_norm", kernels.rms_norm, _rms_norm_arguments)]

@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import qwenimage_tpu_pallas as kernels
 from qwenimage_tpu_pallas.layouts import HEAD_DIM
-from qwenimage_tpu_pallas.linear import Activation
 from qwenimage_tpu_pallas.softmax import LOG2_E, Softmax
+from qwenimage_tpu_pallas.validation import Activation
 
 from .config import TIME_CHANNELS, is_modulation
 from .placement import DATA, MODEL

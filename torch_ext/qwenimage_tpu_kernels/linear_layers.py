@@ -20,7 +20,7 @@ def _is_patched(module: nn.Module) -> bool:
 
 def linear_forward(
     self: Any,
-    input: torch.Tensor,  # noqa: A002, the stock forward's name
+    input: torch.Tensor,  # noqa: A002, a caller may name it, as nn.Linear's
     *,
     activation: str = "identity",
     residual: torch.Tensor | None = None,
