@@ -53,13 +53,14 @@ clean: ## delete caches and outputs (the environment, .venv, stays)
 	rm -rf out dist .pytest_cache .ruff_cache .hypothesis
 	find build kernels_src torch_ext pipelines tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamp is written last, so an interrupted set-up is repeated.
+# The stamp is written last, so an interrupted set-up is repeated. Byte code is made once, as many containers set
+# PYTHONDONTWRITEBYTECODE: every start would compile torch, diffusers and jax again, for 20 seconds.
 $(SETUP): pyproject.toml constraints.txt overrides.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { \
 	  echo "Python 3.12 or newer is needed, but '$(PYTHON)' is not: install it, or say make PYTHON=/path/to/python3.12" >&2; \
 	  exit 1; }
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
-	$(BIN)/uv pip install --python $(BIN)/python --constraints constraints.txt \
+	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python --constraints constraints.txt \
 	  --overrides overrides.txt --build-constraints constraints.txt --group dev --editable '.[emulator,publish]'
 	@touch $@

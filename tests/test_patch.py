@@ -578,6 +578,6 @@ def test_compiles_again_for_other_shapes(kernels: ModuleType, dynamic: bool | No
     model = make_model("base")
     kernels.patch_transformer(model)
     compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for text_tokens, image_tokens in ((12, 16), (20, 16), (31, 16), (31, 72), (31, 1024)):
+    for text_tokens, image_tokens in ((12, 16), (20, 16), (20, 72)):
         inputs = Problem("base", False, text_tokens, image_tokens, 2, "padded").inputs()
         torch.testing.assert_close(compiled(**inputs)[0], run(model, inputs))
