@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from qwenimage_tpu.emulator import read_counts
 from qwenimage_tpu.generate import attach_kernels, denoise, encode_text, generate, prepared
 from qwenimage_tpu.kernel_loader import load_kernels
 from qwenimage_tpu.loading import load_pipeline, move_pipeline
+from qwenimage_tpu.modulation import ModulationTable, tabulated_modulation
 from qwenimage_tpu.options import SCHEDULE_ROWS, GenerateOptions
-from qwenimage_tpu.parallel.modulation import ModulationTable, fill_with_schedule
 
 GRID, TEXT_TOKENS = (4, 6), 12
 
@@ -99,13 +100,15 @@ def test_undone_it_is_the_same_model():
 def test_a_scheduler_fills_the_table_again():
     transformer = small().to(torch.bfloat16)
     scheduler: Any = FlowMatchEulerDiscreteScheduler()
-    table = ModulationTable(transformer)
-    fill_with_schedule(table, scheduler)
-    for steps in (3, 5):
-        scheduler.set_timesteps(steps)
-        keys = transformer.time_text_embed.table
-        assert torch.equal(keys[1 : steps + 1], scheduler.timesteps.to(torch.bfloat16) / 1000)
-        assert keys[steps + 1 :].isnan().all()
+    pipe = SimpleNamespace(transformer=transformer, scheduler=scheduler)
+    with tabulated_modulation(pipe):
+        for steps in (3, 5):
+            scheduler.set_timesteps(steps)
+            keys = transformer.time_text_embed.table
+            assert torch.equal(keys[1 : steps + 1], scheduler.timesteps.to(torch.bfloat16) / 1000)
+            assert keys[steps + 1 :].isnan().all()
+    scheduler.set_timesteps(7)
+    assert not hasattr(transformer.time_text_embed, "table")
 
 
 def test_layered_models_are_refused():
@@ -123,8 +126,6 @@ def paint_with_a_table() -> tuple[torch.Tensor, torch.Tensor, int]:
     )
     pipe = move_pipeline(load_pipeline(None, demo=True, dtype=torch.float32), "tpu", "cpu")
     with prepared(pipe, options):
-        table = ModulationTable(pipe.transformer)
-        fill_with_schedule(table, pipe.scheduler)
         text = encode_text(pipe, options)
         latents = denoise(pipe, options, text).cpu()
         before = read_counts()

@@ -1,6 +1,7 @@
 """What `qwenimage-tpu verify` does and writes."""
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -8,11 +9,14 @@ import pytest
 import torch
 
 from emulated_process import EmulatedProcess
-from qwenimage_tpu import verify, verify_cases
+from qwenimage_tpu import environment, verify, verify_cases
 from qwenimage_tpu.doctor_checks import Check
+from qwenimage_tpu.kernel_loader import load_kernels
+from qwenimage_tpu.lab.ahead_of_time import TOPOLOGIES
 from qwenimage_tpu.lab.bench_block import BlockCase, block_floor, build_block, check_block
 from qwenimage_tpu.request import check_report_path
 from qwenimage_tpu.verify_report import Timing, write_report
+from qwenimage_tpu_pallas.devices import TARGETS
 from qwenimage_tpu_pallas.shapes import JointShape
 
 pytestmark = pytest.mark.xdist_group("emulated TPU")
@@ -82,19 +86,27 @@ def test_a_report_needs_a_file(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("heads", "shards", "image_tokens", "text_tokens", "names", "message"),
+    ("heads", "shards", "image_tokens", "text_tokens", "generation", "message"),
     [
-        (0, 1, 4096, 512, ["v6e"], "heads and text tokens must be at least 1, but are 0 and 512"),
-        (24, 5, 4096, 512, ["v6e"], "tensor parallelism must divide the 24 heads, but is over 5 chips"),
-        (24, 1, 100, 512, ["v6e"], "image tokens must be a positive multiple of 64, but are 100"),
-        (24, 1, 4096, 512, ["v9"], r"TPU generations must be of \['tpu7x', .*, but are \['v9'\]"),
+        (0, 1, 4096, 512, "v6e", "heads and text tokens must be at least 1, but are 0 and 512"),
+        (24, 5, 4096, 512, "v6e", "tensor parallelism must divide the 24 heads, but is over 5 chips"),
+        (24, 1, 100, 512, "v6e", "image tokens must be a positive multiple of 64, but are 100"),
+        (24, 1, 4096, 512, "v9", r"the TPU generation must be one of \['tpu7x', .*, but is 'v9'"),
     ],
 )
 def test_bad_blocks(
-    heads: int, shards: int, image_tokens: int, text_tokens: int, names: list[str], message: str
+    heads: int, shards: int, image_tokens: int, text_tokens: int, generation: str, message: str
 ):
     with pytest.raises(ValueError, match=message):
-        check_block(heads, shards, image_tokens, text_tokens, names)
+        check_block(heads, shards, image_tokens, text_tokens, generation)
+
+
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+def test_traced_kernels_take_the_choices_of_a_generation(generation: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v6e-4")
+    environment.take_generation(generation)
+    kind = import_module(f"{load_kernels().module.__name__}.device_kind").device_kind()
+    assert TARGETS[kind].generation == generation
 
 
 def test_the_floor_of_a_block():

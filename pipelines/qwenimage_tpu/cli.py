@@ -351,9 +351,7 @@ app.add_typer(bench, name="bench")
 
 @bench.command("block")
 def bench_block_command(
-    generations: Annotated[
-        list[str] | None, typer.Option("--for", help="v5e, v5p, v6e or tpu7x; repeat it for several; v6e.")
-    ] = None,
+    generation: Annotated[str, typer.Option("--for", help="v5e, v5p, v6e or tpu7x.")] = "v6e",
     heads: Annotated[int, typer.Option(help="Attention heads; the model's are 24.")] = 24,
     tensor_parallel: Annotated[
         int, typer.Option(help="Chips that share heads and MLP; one's part is compiled, without the sums.")
@@ -369,10 +367,30 @@ def bench_block_command(
         from . import emulator
         from .lab.bench_block import BlockCase, check_block, report
 
-        names = generations or ["v6e"]
-        shape = check_block(heads, tensor_parallel, image_tokens, text_tokens, names)
+        shape = check_block(heads, tensor_parallel, image_tokens, text_tokens, generation)
+        environment.take_generation(generation)
         emulator.start()
-        report(BlockCase(shape, heads, tensor_parallel), names, Console())
+        report(BlockCase(shape, heads, tensor_parallel), generation, Console())
+
+
+@bench.command("fused")
+def bench_fused_command(
+    generations: Annotated[
+        list[str] | None, typer.Option("--for", help="v5e, v5p, v6e or tpu7x; repeat it for several; v6e.")
+    ] = None,
+    image_tokens: Annotated[int, typer.Option(help="4096 for 1024 x 1024 pixels.")] = 4096,
+    text_tokens: Annotated[int, typer.Option(help="The text bucket.")] = 512,
+) -> None:
+    """Each fused kernel beside XLA's own fusion of plain code, at the block's shapes: cycles, HBM bytes."""
+    environment.configure()
+    with _readable_errors():
+        from rich.console import Console
+
+        from qwenimage_tpu_pallas.shapes import JointShape
+
+        from .lab.bench_fused import report
+
+        report(JointShape(image_tokens, text_tokens), generations or ["v6e"], Console(width=120))
 
 
 @bench.command("attention")

@@ -107,6 +107,14 @@ def configure_without_tpu() -> None:
     os.environ.update(WITHOUT_TPU)
 
 
+def take_generation(generation: str) -> None:
+    """Let the kernels that torch-tpu traces from now on make their choices for this TPU generation.
+
+    For a machine without a TPU. What a process has traced it does not trace again.
+    """
+    os.environ["TPU_ACCELERATOR_TYPE"] = f"{generation}-4"
+
+
 def configure() -> None:
     """Set the variables for a machine without a TPU; on a TPU host, or where the user set one, do nothing.
 

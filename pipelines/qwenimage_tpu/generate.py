@@ -13,6 +13,7 @@ from PIL import Image
 from . import emulator
 from .compilation import disable_tpu_compile, enable_tpu_compile, static_shapes
 from .kernel_loader import LoadedKernels, load_kernels
+from .modulation import tabulated_modulation
 from .options import GenerateOptions, check_size
 
 OnStep = Callable[[int], None]
@@ -79,8 +80,8 @@ def prepared(
 ) -> Generator[UsedKernels | None]:
     """Inside, the pipeline has the kernels, static shapes and compiled models that the options ask for.
 
-    Afterwards, also after an error, it is as it was. Yields which kernels they are. Raises KernelLoadError if
-    they cannot be loaded.
+    With the kernels comes a table of the modulation. Afterwards, also after an error, the pipeline is as it
+    was. Yields which kernels they are. Raises KernelLoadError if they cannot be loaded.
     """
     with ExitStack() as cleanup:
         used = None
@@ -94,8 +95,10 @@ def prepared(
             models = [name for name in ("transformer", "vae") if getattr(pipe, name) is not None]
             enable_tpu_compile(pipe, models, mode=options.compile)
             cleanup.callback(disable_tpu_compile, pipe, models)
-        with static_shapes(pipe, options.buckets):
-            yield used
+        cleanup.enter_context(static_shapes(pipe, options.buckets))
+        if options.kernels:
+            cleanup.enter_context(tabulated_modulation(pipe))
+        yield used
 
 
 def generate(

@@ -27,6 +27,7 @@ def _predict(name: str, size: Size, generation: str, kernel_repo: str | None) ->
     from .emulator.capture import capture
     from .lab.compiled_program import compile_program
 
+    environment.take_generation(generation)
     emulator.start()
     function, inputs, keywords = timed_case(name, size, "kernel", kernel_repo)
     program = capture(function, *inputs, **keywords)

@@ -6,7 +6,6 @@ stand the bytes that each kernel's copies move from and to HBM, and how many cyc
 published bandwidth. What XLA keeps in VMEM between two kernels moves nothing.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
@@ -18,6 +17,7 @@ from rich.table import Table
 
 from qwenimage_tpu.emulator.capture import capture
 from qwenimage_tpu.kernel_loader import load_kernels
+from qwenimage_tpu.modulation import ModulationTable
 from qwenimage_tpu_pallas.layouts import HEAD_DIM
 from qwenimage_tpu_pallas.shapes import HEADS, JointShape
 
@@ -52,9 +52,7 @@ class BlockCase:
         return "on our kernels" if self.patched else "stock diffusers"
 
 
-def check_block(
-    heads: int, shards: int, image_tokens: int, text_tokens: int, generations: Sequence[str]
-) -> JointShape:
+def check_block(heads: int, shards: int, image_tokens: int, text_tokens: int, generation: str) -> JointShape:
     """The shape. Raises ValueError for one that the block does not take, and for an unknown generation."""
     if heads < 1 or text_tokens < 1:
         raise ValueError(f"heads and text tokens must be at least 1, but are {heads} and {text_tokens}")
@@ -62,9 +60,8 @@ def check_block(
         raise ValueError(f"tensor parallelism must divide the {heads} heads, but is over {shards} chips")
     if image_tokens < 1 or image_tokens % IMAGE_ROW:
         raise ValueError(f"image tokens must be a positive multiple of {IMAGE_ROW}, but are {image_tokens}")
-    unknown = [name for name in generations if name not in TOPOLOGIES]
-    if unknown:
-        raise ValueError(f"TPU generations must be of {sorted(TOPOLOGIES)}, but are {unknown}")
+    if generation not in TOPOLOGIES:
+        raise ValueError(f"the TPU generation must be one of {sorted(TOPOLOGIES)}, but is {generation!r}")
     return JointShape(image_tokens, text_tokens)
 
 
@@ -91,7 +88,8 @@ def build_block(
 ) -> tuple[torch.nn.Module, dict[str, Any]]:
     """A block with weights of no meaning on the `tpu` device, and the inputs of one call, batch 1.
 
-    Stock, its text has no padding and no mask, as a single prompt's has; patched, its text is padded.
+    Stock, its text has no padding and no mask, as a single prompt's has. Patched, its text is padded, and
+    its modulation looked up.
     implementation: of the kernels, as in `patch_transformer`.
     """
     with torch.device("meta"):
@@ -106,6 +104,7 @@ def build_block(
     if case.patched:
         kernels = load_kernels(kernel_repo).module
         kernels.patch_transformer(transformer, implementation=implementation)
+        ModulationTable(transformer).fill([torch.zeros(())])
     transformer.to("tpu")
     return block, _inputs(transformer, case)
 
@@ -142,7 +141,7 @@ def _inputs(transformer: Any, case: BlockCase) -> dict[str, Any]:
         "hidden_states": zeros(1, shape.image_tokens, channels),
         "encoder_hidden_states": zeros(1, shape.text_tokens, channels),
         "encoder_hidden_states_mask": None,
-        "temb": zeros(1, channels),
+        "temb": torch.zeros(1, dtype=torch.int64, device="tpu") if case.patched else zeros(1, channels),
         "image_rotary_emb": (image_rope, text_rope),
     }
     if case.patched:
@@ -151,17 +150,19 @@ def _inputs(transformer: Any, case: BlockCase) -> dict[str, Any]:
     return arguments
 
 
-def report(case: BlockCase, generations: Sequence[str], console: Console) -> None:
-    """Print cycles and memory of the stock and of the patched block, and where their cycles go."""
+def report(case: BlockCase, generation: str, console: Console) -> None:
+    """Print cycles and memory of the stock and of the patched block, and where their cycles go.
+
+    The kernels make their choices for the environment's generation (`take_generation`).
+    """
     cases = [replace(case, patched=patched) for patched in (False, True)]
     with console.status("capturing both blocks from torch-tpu"):
         programs = {case: capture_block(case) for case in cases}
-    for generation in generations:
-        compiled: dict[BlockCase, CompiledProgram] = {}
-        for case, program in programs.items():
-            with console.status(f"compiling the block, {case.name}, for {generation}"):
-                compiled[case] = compile_program(program, TOPOLOGIES[generation])
-        _print(generation, compiled, console)
+    compiled: dict[BlockCase, CompiledProgram] = {}
+    for case, program in programs.items():
+        with console.status(f"compiling the block, {case.name}, for {generation}"):
+            compiled[case] = compile_program(program, TOPOLOGIES[generation])
+    _print(generation, compiled, console)
 
 
 def _print(generation: str, compiled: dict[BlockCase, CompiledProgram], console: Console) -> None:

@@ -21,10 +21,10 @@ from qwenimage_tpu.generate import (
     prepared,
 )
 from qwenimage_tpu.loading import load_pipeline, no_progress_bars, transformer_folder
+from qwenimage_tpu.modulation import tabulated_modulation
 from qwenimage_tpu.options import GenerateOptions
 
 from .data_axis import DataParallelTransformer
-from .modulation import ModulationTable, fill_with_schedule
 from .processes import DATA, MODEL, broadcast, start_mesh
 from .text_encoder import split_text_encoder
 from .transformer import load_transformer
@@ -94,7 +94,8 @@ def generate(
         with watch.stage("text encoding"):
             text = broadcast(encode_text(pipe, options) if parallel.encodes else None)
         with watch.stage("denoising"):
-            latents = _denoise(pipe, options, text, on_step, mesh)
+            with nullcontext() if options.kernels else tabulated_modulation(pipe):
+                latents = _denoise(pipe, options, text, on_step, mesh)
             on_cpu = latents.to("cpu", torch.float32, copy=True)
         check_finite(on_cpu)
         with watch.stage("decoding"):
@@ -118,12 +119,9 @@ def _denoise(
     negative = None
     if options.guided:
         negative = text["negative_prompt_embeds"], text["negative_prompt_embeds_mask"]
-    table = ModulationTable(transformer)
-    fill_with_schedule(table, pipe.scheduler)
     if mesh[DATA].size() > 1:
         pipe.transformer = DataParallelTransformer(transformer, mesh[DATA], negative)
     try:
         return denoise(pipe, options, text, on_step)
     finally:
         pipe.transformer = transformer
-        table.undo()

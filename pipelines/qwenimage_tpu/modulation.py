@@ -1,7 +1,8 @@
 """The AdaLN modulation of all layers and all steps, computed at once: it depends on the timestep alone."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from qwenimage_tpu.options import SCHEDULE_ROWS
+from .options import SCHEDULE_ROWS
 
 
 class ModulationTable:
@@ -32,7 +33,7 @@ class ModulationTable:
         if transformer.time_text_embed.use_additional_t_cond:
             raise NotImplementedError(
                 "the modulation of a model with use_additional_t_cond (Layered) depends on more than the"
-                " timestep, so it cannot be sharded; run this model in one process"
+                " timestep, so it has no table and cannot be sharded"
             )
         self._transformer = transformer
         self._streams = [
@@ -61,15 +62,16 @@ class ModulationTable:
             _set_table(module, table)
 
     def _stream_tables(self, embedding: torch.Tensor) -> Sequence[torch.Tensor]:
-        columns = torch.stack([_columns(stream[1], embedding) for stream in self._streams])
+        # Each an array of its own: at another offset in its storage it would be another program.
+        parts = [_columns(stream[1], embedding) for stream in self._streams]
         weight = self._streams[0][1].weight
         if not isinstance(weight, DTensor):
-            return columns.unbind()
-        mesh = weight.device_mesh
+            return parts
+        columns, mesh = torch.stack(parts), weight.device_mesh
         gathered = columns.new_empty(mesh.size() * len(columns), *columns.shape[1:])
         dist.all_gather_into_tensor(gathered, columns, group=mesh.get_group())
-        parts = gathered.unflatten(0, (mesh.size(), len(columns))).unbind(1)
-        return [part.movedim(0, 1).flatten(1) for part in parts]
+        shards = gathered.unflatten(0, (mesh.size(), len(columns))).unbind(1)
+        return [shard.movedim(0, 1).flatten(1) for shard in shards]
 
     def undo(self) -> None:
         """Make the transformer what it was."""
@@ -79,8 +81,10 @@ class ModulationTable:
                 del module.table
 
 
-def fill_with_schedule(table: ModulationTable, scheduler: Any) -> None:
-    """Let the scheduler fill the table whenever its timesteps are set, for as long as it lives."""
+@contextmanager
+def tabulated_modulation(pipe: Any) -> Generator[None]:
+    """Inside, the pipeline's transformer has a table, filled whenever its scheduler's timesteps are set."""
+    table, scheduler = ModulationTable(pipe.transformer), pipe.scheduler
     set_timesteps = scheduler.set_timesteps
 
     @functools.wraps(set_timesteps)
@@ -89,6 +93,11 @@ def fill_with_schedule(table: ModulationTable, scheduler: Any) -> None:
         table.fill(scheduler.timesteps)
 
     scheduler.set_timesteps = set_and_fill
+    try:
+        yield
+    finally:
+        del scheduler.set_timesteps
+        table.undo()
 
 
 def _keys(timesteps: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
