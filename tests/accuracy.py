@@ -1,5 +1,6 @@
 """Accuracy of a kernel: its error against float64, beside that of the plain computation on the same input."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,8 +27,16 @@ def in_float64(function: Callable[..., Any], arguments: Arrays, **keywords: Any)
             None if x is None else jnp.asarray(np.asarray(x, np.float64 if _is_float(x) else None))
             for x in arguments
         ]
-        results = function(*wide, **keywords)
+        results = jax.jit(functools.partial(function, **keywords))(*wide)
         return [np.asarray(r) for r in (results if isinstance(results, tuple) else (results,))]
+
+
+def rounded_everywhere(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as one program that rounds after each operation, as it does run one by one.
+
+    One by one, each operation would compile for each shape.
+    """
+    return jax.jit(function, compiler_options={"xla_allow_excess_precision": False})
 
 
 def _is_float(x: jax.Array) -> bool:

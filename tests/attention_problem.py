@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from accuracy import assert_as_accurate, in_float64
+from accuracy import assert_as_accurate, in_float64, rounded_everywhere
 from qwenimage_tpu_pallas import AttentionConfig, joint_attention, reference
 from qwenimage_tpu_pallas.layouts import HEAD_DIM
 from qwenimage_tpu_pallas.softmax import Softmax
@@ -69,22 +69,25 @@ class Problem:
 
         return run(*self.arguments)
 
-    def plain(self) -> tuple[jax.Array, jax.Array]:
-        """XLA's own attention in the inputs' dtype, over concatenated streams with zeros as padding."""
-        image_tokens = self.streams[0].shape[1]
-        valid = jnp.arange(self.streams[3].shape[1]) < self.lengths[:, None]
-        clean = [*self.streams[:4], *(jnp.where(valid[..., None], x, 0) for x in self.streams[4:])]
-        query, key, value = (
-            jnp.concatenate(pair, axis=1).reshape(len(valid), -1, pair[0].shape[2] // HEAD_DIM, HEAD_DIM)
-            for pair in zip(clean[:3], clean[3:], strict=True)
-        )
-        mask = jnp.concatenate([jnp.ones((len(valid), image_tokens), bool), valid], axis=1)
-        out = jax.nn.dot_product_attention(query, key, value, mask=mask[:, None, None, :])
-        out = out.reshape(*out.shape[:2], -1)
-        return out[:, :image_tokens], out[:, image_tokens:]
-
     def check(self, softmax: Softmax, config: AttentionConfig | None = None) -> None:
         exact = in_float64(reference.joint_attention, self.arguments)
         keys = self.streams[0].shape[1] + self.streams[3].shape[1]
-        for actual, plain, wanted in zip(self.kernel(softmax, config), self.plain(), exact, strict=True):
+        own = rounded_everywhere(plain_attention)(*self.arguments)
+        for actual, plain, wanted in zip(self.kernel(softmax, config), own, exact, strict=True):
             assert_as_accurate(actual, plain, wanted, reduction=keys, condition=max(1, self.bound))
+
+
+def plain_attention(*arguments: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """XLA's own attention in the inputs' dtype, over concatenated streams with zeros as padding."""
+    *streams, lengths = arguments
+    image_tokens = streams[0].shape[1]
+    valid = jnp.arange(streams[3].shape[1]) < lengths[:, None]
+    clean = [*streams[:4], *(jnp.where(valid[..., None], x, 0) for x in streams[4:])]
+    query, key, value = (
+        jnp.concatenate(pair, axis=1).reshape(len(valid), -1, pair[0].shape[2] // HEAD_DIM, HEAD_DIM)
+        for pair in zip(clean[:3], clean[3:], strict=True)
+    )
+    mask = jnp.concatenate([jnp.ones((len(valid), image_tokens), bool), valid], axis=1)
+    out = jax.nn.dot_product_attention(query, key, value, mask=mask[:, None, None, :])
+    out = out.reshape(*out.shape[:2], -1)
+    return out[:, :image_tokens], out[:, image_tokens:]

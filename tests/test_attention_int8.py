@@ -67,8 +67,9 @@ def test_int8_logits_are_those_of_rounded_queries_and_keys(
         assert relative_rms(out, wanted) < 1e-3
 
 
-@pytest.mark.parametrize("padding", [NAN, HUGE, math.inf])
-@pytest.mark.parametrize(("logit_scale", "error"), [(3, 0.01), (10, 0.025), (20, 0.035)])
+@pytest.mark.parametrize(
+    ("logit_scale", "error", "padding"), [(3, 0.01, NAN), (10, 0.025, HUGE), (20, 0.035, math.inf)]
+)
 def test_int8_error_beside_the_exact_softmax(logit_scale: float, error: float, padding: float):
     """It grows with the logits, and nothing in the padding adds to it."""
     problem = Problem.random(300, [0, 20], 40, dtype="bfloat16", logit_scale=logit_scale, padding=padding)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import qwenimage_tpu_pallas as kernels
-from accuracy import assert_as_accurate, in_float64, random_array
+from accuracy import assert_as_accurate, in_float64, random_array, rounded_everywhere
 from qwenimage_tpu_pallas import LinearConfig, reference
 from qwenimage_tpu_pallas.linear import linear_vmem_bytes
 from qwenimage_tpu_pallas.validation import Activation
@@ -23,6 +23,7 @@ DTYPES = ["float32", "bfloat16"]
 CONFIGS = [None, LinearConfig(32, 128, 128), LinearConfig(16, 256, 384), LinearConfig(48, 384, 128)]
 
 
+@rounded_everywhere
 def plain_product(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
     product = jnp.einsum("btk,nk->btn", x, weight, precision="highest", preferred_element_type=jnp.float32)
     return (product + bias.astype(jnp.float32)).astype(x.dtype)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import qwenimage_tpu_pallas as kernels
-from accuracy import assert_as_accurate, in_float64, random_array
+from accuracy import assert_as_accurate, in_float64, random_array, rounded_everywhere
 from qwenimage_tpu_pallas import RowConfig, reference
 from qwenimage_tpu_pallas.layouts import HEAD_DIM
 from qwenimage_tpu_pallas.qk_norm_rope import norm_rope_vmem_bytes
@@ -38,7 +38,7 @@ def check(name: str, arguments: list[jax.Array | None], config: Any, plain: Call
 
     exact = in_float64(getattr(reference, name), arguments)
     for actual, own, wanted in zip(
-        as_tuple(run(*arguments)), as_tuple(plain(*arguments)), exact, strict=True
+        as_tuple(run(*arguments)), as_tuple(rounded_everywhere(plain)(*arguments)), exact, strict=True
     ):
         assert_as_accurate(actual, own, wanted, reduction=wanted.shape[-1])
 

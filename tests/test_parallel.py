@@ -27,7 +27,7 @@ from qwenimage_tpu.painting.drawings import unseen_scenes
 from qwenimage_tpu.painting.scoring import score_pictures
 
 TOLERANCE = 1e-4
-SCENES = unseen_scenes(4)
+SCENES = unseen_scenes(2)
 DEMO = GenerateOptions(
     prompts=tuple(plain_caption(scene) for scene in SCENES),
     true_cfg_scale=3.0,
@@ -37,7 +37,7 @@ DEMO = GenerateOptions(
 )
 # The prompts' bucket is longer than the negative prompt's.
 WORDY = GenerateOptions(
-    prompts=("fox " * 130, "a whale"), negative_prompt="red", height=64, width=96, steps=3, seed=5
+    prompts=("fox " * 130, "a whale"), negative_prompt="red", height=64, width=96, steps=2, seed=5
 )
 
 
