@@ -135,3 +135,33 @@ def test_a_config_that_does_not_fit_vmem():
     run = functools.partial(kernels.linear, config=LinearConfig(4096, 4096, 4096))
     with pytest.raises(NotImplementedError, match=r"linear needs .* MiB of VMEM.*use smaller blocks"):
         jax.eval_shape(run, x, weight, bias)
+
+
+def test_one_layer_of_several():
+    rng = np.random.default_rng(0)
+    x = random_array(rng, 2, 17, 384, dtype="float32")
+    weight = random_array(rng, 3, 256, 384, dtype="float32", scale=0.05)
+    bias, gate = random_array(rng, 3, 256, dtype="float32"), random_array(rng, 2, 256, dtype="float32")
+    residual = random_array(rng, 2, 17, 256, dtype="float32")
+    config = LinearConfig(16, 128, 128)
+
+    @jax.jit
+    def run(layer: jax.Array) -> tuple[jax.Array, jax.Array]:
+        chosen: Any = {"layer": layer, "config": config, "interpret": True}
+        out = kernels.linear(x, weight, bias, **chosen)
+        return out, kernels.linear_gated_residual(x, weight, bias, residual, gate, **chosen)
+
+    for layer in range(3):
+        out, gated = run(jnp.int32(layer))
+        single: Any = (x, weight[layer], bias[layer])
+        np.testing.assert_array_equal(out, kernels.linear(*single, config=config, interpret=True))
+        alone = kernels.linear_gated_residual(*single, residual, gate, config=config, interpret=True)
+        np.testing.assert_array_equal(gated, alone)
+
+
+def test_stacked_weights_need_a_layer():
+    x, weight, bias = jnp.zeros((1, 16, 128)), jnp.zeros((2, 128, 128)), jnp.zeros((2, 128))
+    with pytest.raises(ValueError, match=r"weight must have shape \[out_channels, in_channels\]"):
+        kernels.linear(x, weight, bias, interpret=True)
+    with pytest.raises(ValueError, match=r"weight must have shape \[layers, out_channels, in_channels\]"):
+        kernels.linear(x, weight[0], bias[0], layer=jnp.int32(0), interpret=True)

@@ -78,8 +78,8 @@ def gelu_tanh(x: jax.Array) -> jax.Array:
 
 
 def _kernel(*refs: Ref, depth_steps: int, finish: Callable[[jax.Array, Sequence[Ref]], jax.Array]) -> None:
-    """refs: x, weight, what `finish` takes, the output, and, for several steps, the f32 sum."""
-    x_ref, weight_ref, *others = refs
+    """refs: the layer, x, weight, what `finish` takes, the output, and, for several steps, the f32 sum."""
+    _, x_ref, weight_ref, *others = refs
 
     def product() -> jax.Array:
         return jax.lax.dot_general(
@@ -118,33 +118,39 @@ def _call(
     finish: Callable[[jax.Array, Sequence[Ref]], jax.Array],
     config: LinearConfig,
     interpret: bool,
+    layer: jax.Array | None,
 ) -> jax.Array:
     """operands: x, weight and bias. extra: what `finish` takes after the bias, with its blocks."""
     x, weight, bias = operands
+    if layer is None:
+        layer, weight, bias = jnp.zeros((), jnp.int32), weight[None], bias[None]
     batch, tokens, in_channels = x.shape
-    out_channels = weight.shape[0]
+    out_channels = weight.shape[1]
     rows, columns, depth = config.block_rows, config.block_columns, config.block_depth
     depth_steps = in_channels // depth
     return pl.pallas_call(
         functools.partial(_kernel, depth_steps=depth_steps, finish=finish),
-        # A weight's block stays while all rows pass by, where it is of the whole depth.
-        grid=(pl.cdiv(out_channels, columns), batch, pl.cdiv(tokens, rows), depth_steps),
-        in_specs=[
-            pl.BlockSpec((None, rows, depth), lambda _, b, m, k: (b, m, k)),
-            pl.BlockSpec((columns, depth), lambda n, _b, _m, k: (n, k)),
-            pl.BlockSpec((1, columns), lambda n, *_: (0, n)),
-            *(spec for _, spec in extra),
-        ],
-        out_specs=pl.BlockSpec((None, rows, columns), lambda n, b, m, _: (b, m, n)),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            # A weight's block stays while all rows pass by, where it is of the whole depth.
+            grid=(pl.cdiv(out_channels, columns), batch, pl.cdiv(tokens, rows), depth_steps),
+            in_specs=[
+                pl.BlockSpec((None, rows, depth), lambda _n, b, m, k, _: (b, m, k)),
+                pl.BlockSpec((None, columns, depth), lambda n, _b, _m, k, layer: (layer[0], n, k)),
+                pl.BlockSpec((None, 1, columns), lambda n, _b, _m, _k, layer: (layer[0], 0, n)),
+                *(spec for _, spec in extra),
+            ],
+            out_specs=pl.BlockSpec((None, rows, columns), lambda n, b, m, *_: (b, m, n)),
+            scratch_shapes=[pltpu.VMEM((rows, columns), jnp.float32)] if depth_steps > 1 else [],
+        ),
         out_shape=jax.ShapeDtypeStruct((batch, tokens, out_channels), x.dtype),
-        scratch_shapes=[pltpu.VMEM((rows, columns), jnp.float32)] if depth_steps > 1 else [],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=vmem.VMEM_LIMIT_BYTES,
         ),
         interpret=interpret,
         name=name,
-    )(x, weight, bias[None], *(values for values, _ in extra))
+    )(layer.reshape(1), x, weight, bias[:, None], *(values for values, _ in extra))
 
 
 def _choose_config(
@@ -152,7 +158,7 @@ def _choose_config(
 ) -> LinearConfig:
     """The config, or the heuristic's. Raises NotImplementedError if it does not fit VMEM."""
     estimate = functools.partial(linear_vmem_bytes, itemsize=x.dtype.itemsize, arrays=arrays)
-    out_channels, in_channels = weight.shape
+    out_channels, in_channels = weight.shape[-2:]
     chosen = config or LinearConfig.heuristic(x.shape[1], in_channels, out_channels, estimate)
     if in_channels % chosen.block_depth:
         raise ValueError(
@@ -168,6 +174,7 @@ def linear(
     bias: jax.Array,
     *,
     activation: Activation = "identity",
+    layer: jax.Array | None = None,
     config: LinearConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -178,6 +185,8 @@ def linear(
         weight: ``[out_channels, in_channels]``, the dtype of `x`, as `torch.nn.Linear` has it.
         bias: ``[out_channels]``, bf16 or f32.
         activation: "identity", or "gelu_tanh", GELU by its tanh approximation (arXiv 1606.08415).
+        layer: int32 scalar; weight and bias are then ``[layers, ...]``, of which this one is read in place: a
+            slice of them would be a copy.
         config: block sizes; None takes the heuristic's.
         interpret: run in Pallas' interpret mode, on any platform.
 
@@ -188,7 +197,7 @@ def linear(
         ValueError: shapes or dtypes do not belong together, or an unknown activation.
         NotImplementedError: another dtype, or channels that are no multiple of 128 or do not fit VMEM.
     """
-    check_linear(x, weight, bias, activation)
+    check_linear(x, weight, bias, activation, stacked=layer is not None)
 
     def finish(product: jax.Array, inputs: Sequence[Ref]) -> jax.Array:
         out = product + inputs[0][...].astype(jnp.float32)
@@ -196,7 +205,7 @@ def linear(
 
     name = "linear" if activation == "identity" else f"linear_{activation}"
     chosen = _choose_config(name, config, x, weight, arrays=1)
-    return _call(name, (x, weight, bias), [], finish, chosen, interpret)
+    return _call(name, (x, weight, bias), [], finish, chosen, interpret, layer)
 
 
 def linear_gated_residual(
@@ -207,6 +216,7 @@ def linear_gated_residual(
     gate: jax.Array,
     index: jax.Array | None = None,
     *,
+    layer: jax.Array | None = None,
     config: LinearConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -218,7 +228,7 @@ def linear_gated_residual(
         gate: ``[batch, out_channels]``, bf16 or f32. With an index ``[2 * batch, out_channels]``: row b for
             tokens of index 0, row ``batch + b`` for the others (`zero_cond_t` of the Edit models).
         index: ``[batch, tokens]`` int32, or None.
-        config, interpret: as of `linear`.
+        layer, config, interpret: as of `linear`.
 
     Returns:
         The shape and dtype of `residual`.
@@ -226,19 +236,19 @@ def linear_gated_residual(
     Raises:
         As `linear`.
     """
-    check_linear_gated_residual(x, weight, bias, residual, gate, index)
+    check_linear_gated_residual(x, weight, bias, residual, gate, index, stacked=layer is not None)
     chosen = _choose_config("linear_gated_residual", config, x, weight, arrays=2)
     rows, columns = chosen.block_rows, chosen.block_columns
     batch, choices = x.shape[0], gate.shape[0] // x.shape[0]
     extra = [
-        (residual, pl.BlockSpec((None, rows, columns), lambda n, b, m, _: (b, m, n))),
+        (residual, pl.BlockSpec((None, rows, columns), lambda n, b, m, *_: (b, m, n))),
         (
             gate.reshape(choices, batch, 1, -1),
             pl.BlockSpec((choices, None, 1, columns), lambda n, b, *_: (0, b, 0, n)),
         ),
     ]
     if index is not None:
-        extra.append((index[..., None], pl.BlockSpec((None, rows, 1), lambda _n, b, m, _k: (b, m, 0))))
+        extra.append((index[..., None], pl.BlockSpec((None, rows, 1), lambda _n, b, m, *_: (b, m, 0))))
 
     def finish(product: jax.Array, inputs: Sequence[Ref]) -> jax.Array:
         bias_ref, residual_ref, gate_ref, *index_ref = inputs
@@ -246,4 +256,4 @@ def linear_gated_residual(
         chosen_gate = select_modulation(gate_ref, index_ref[0][...] if index_ref else None)
         return residual_ref[...].astype(jnp.float32) + chosen_gate * branch
 
-    return _call("linear_gated_residual", (x, weight, bias), extra, finish, chosen, interpret)
+    return _call("linear_gated_residual", (x, weight, bias), extra, finish, chosen, interpret, layer)

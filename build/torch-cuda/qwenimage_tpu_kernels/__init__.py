@@ -4,7 +4,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-_BUILD_ID = "_qwenimage_tpu_kernels_cuda_029042680b"
+_BUILD_ID = "_qwenimage_tpu_kernels_cuda_7ea206872d"
 
 
 def _load():

@@ -182,32 +182,41 @@ def check_rms_norm(x: Array, weight: Array) -> None:
     _require_dtype("weight", weight, FLOAT_DTYPES)
 
 
-def check_linear(x: Array, weight: Array, bias: Array, activation: str = "identity") -> None:
-    """Raise for arguments that `linear` does not take."""
+def check_linear(
+    x: Array, weight: Array, bias: Array, activation: str = "identity", *, stacked: bool = False
+) -> None:
+    """Raise for arguments that `linear` does not take. stacked: weight and bias of several layers."""
     _require_activation("x", x)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
-    channels = x.shape[2]
-    if len(weight.shape) != 2 or weight.shape[1] != channels:
+    channels, layers = x.shape[2], "layers, " if stacked else ""
+    if len(weight.shape) != 2 + stacked or weight.shape[-1] != channels:
         raise ValueError(
-            f"weight must have shape [out_channels, in_channels] with the {channels} channels of x, got"
-            f" {tuple(weight.shape)}"
+            f"weight must have shape [{layers}out_channels, in_channels] with the {channels} channels of x,"
+            f" got {tuple(weight.shape)}"
         )
-    if not weight.shape[0] or weight.shape[0] % LANES:
+    if not weight.shape[-2] or weight.shape[-2] % LANES:
         raise NotImplementedError(
-            f"weight must have a multiple of {LANES} output channels, got {weight.shape[0]}"
+            f"weight must have a multiple of {LANES} output channels, got {weight.shape[-2]}"
         )
     _require_same_dtype("weight", weight, "x", x)
-    _require_shape("bias", bias, (weight.shape[0],), "[out_channels]")
+    _require_shape("bias", bias, tuple(weight.shape[:-1]), f"[{layers}out_channels]")
     _require_dtype("bias", bias, FLOAT_DTYPES)
 
 
 def check_linear_gated_residual(
-    x: Array, weight: Array, bias: Array, residual: Array, gate: Array, index: Array | None
+    x: Array,
+    weight: Array,
+    bias: Array,
+    residual: Array,
+    gate: Array,
+    index: Array | None,
+    *,
+    stacked: bool = False,
 ) -> None:
-    """Raise for arguments that `linear_gated_residual` does not take."""
-    check_linear(x, weight, bias)
-    expected = (*x.shape[:2], weight.shape[0])
+    """Raise for arguments that `linear_gated_residual` does not take. stacked: as of `check_linear`."""
+    check_linear(x, weight, bias, stacked=stacked)
+    expected = (*x.shape[:2], weight.shape[-2])
     _require_shape("residual", residual, expected, "[batch, tokens, out_channels]")
     _require_same_dtype("residual", residual, "x", x)
     check_modulation(residual, {"gate": gate}, index)

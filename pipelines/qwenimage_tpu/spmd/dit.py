@@ -7,7 +7,7 @@ summed over chips are XLA's, and those outside the blocks.
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,6 +28,30 @@ Parameters = Mapping[str, jax.Array]
 EPS = 1e-6
 # A softmax scale in the query's norm costs nothing; the kernel then needs none of its own.
 QUERY_SCALE = HEAD_DIM**-0.5 * LOG2_E
+
+
+class Layer(Mapping[str, jax.Array]):
+    """Parameters of one layer by name, sliced from stacked ones.
+
+    The kernels read their layer of the stacked weights in place: a slice made for them would be a copy.
+    """
+
+    def __init__(self, stacks: Parameters, layer: jax.Array) -> None:
+        """stacks: of the blocks, by name without "blocks.", each ``[layers, ...]``."""
+        self._stacks, self.layer = stacks, layer
+
+    def __getitem__(self, name: str) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(self._stacks[name], self.layer, keepdims=False)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stacks)
+
+    def __len__(self) -> int:
+        return len(self._stacks)
+
+    def stacked(self, name: str) -> tuple[jax.Array, jax.Array]:
+        """Weight and bias of all layers."""
+        return self._stacks[f"{name}.weight"], self._stacks[f"{name}.bias"]
 
 
 class Rope(NamedTuple):
@@ -111,18 +135,18 @@ def linear(parameters: Parameters, name: str, x: jax.Array, *, summed: bool = Fa
 
 
 def _local_linear(
-    parameters: Parameters, name: str, x: jax.Array, execution: Execution, activation: Activation = "identity"
+    parameters: Layer, name: str, x: jax.Array, execution: Execution, activation: Activation = "identity"
 ) -> jax.Array:
     """The chip's output channels of ``activation(x weight^T + bias)``, from whole rows of x."""
-    run = execution.on_shards(
-        functools.partial(kernels.linear, activation=activation),
-        (execution.rows, P(MODEL, None), P(MODEL)),
-        execution.heads,
-    )
-    return run(x, parameters[f"{name}.weight"], parameters[f"{name}.bias"])
+
+    def run(x: jax.Array, weight: jax.Array, bias: jax.Array, layer: jax.Array, *, interpret: bool) -> Any:
+        return kernels.linear(x, weight, bias, activation=activation, layer=layer, interpret=interpret)
+
+    specs = (execution.rows, P(None, MODEL, None), P(None, MODEL), P())
+    return execution.on_shards(run, specs, execution.heads)(x, *parameters.stacked(name), parameters.layer)
 
 
-def _summed_linear(parameters: Parameters, name: str, x: jax.Array, execution: Execution) -> jax.Array:
+def _summed_linear(parameters: Layer, name: str, x: jax.Array, execution: Execution) -> jax.Array:
     """Of x whose channels are split over chips, whole rows of ``x weight^T + bias``."""
     if execution.mesh.shape[MODEL] == 1:
         return _local_linear(parameters, name, x, execution)
@@ -130,7 +154,7 @@ def _summed_linear(parameters: Parameters, name: str, x: jax.Array, execution: E
 
 
 def _gated_linear(
-    parameters: Parameters,
+    parameters: Layer,
     name: str,
     x: jax.Array,
     residual: jax.Array,
@@ -139,11 +163,16 @@ def _gated_linear(
 ) -> jax.Array:
     """``residual + gate * (x weight^T + bias)``, of x whose channels are split over chips."""
     if execution.mesh.shape[MODEL] == 1:
+
+        def run(*arguments: jax.Array, interpret: bool) -> jax.Array:
+            *operands, layer = arguments
+            return kernels.linear_gated_residual(*operands, layer=layer, interpret=interpret)
+
         rows, vector = execution.rows, P(execution.batch_axis, None)
-        run = execution.on_shards(
-            kernels.linear_gated_residual, (rows, P(None, None), P(None), rows, vector), rows
+        specs = (rows, P(None, None, None), P(None, None), rows, vector, P())
+        return execution.on_shards(run, specs, rows)(
+            x, *parameters.stacked(name), residual, gate, parameters.layer
         )
-        return run(x, parameters[f"{name}.weight"], parameters[f"{name}.bias"], residual, gate)
     branch = _summed_linear(parameters, name, x, execution).astype(jnp.float32)
     wide = residual.astype(jnp.float32) + gate[:, None].astype(jnp.float32) * branch
     return wide.astype(residual.dtype)
@@ -198,21 +227,20 @@ def forward(
     norm = execution.on_shards(kernels.rms_norm, (execution.rows, P(None)), execution.rows)
     text = linear(parameters, "txt_in", norm(text, parameters["txt_norm.weight"]))
     image = linear(parameters, "img_in", image)
-    blocks = {
-        name: value
+    stacks = {
+        name.removeprefix("blocks."): value
         for name, value in parameters.items()
         if name.startswith("blocks.") and not is_modulation(name)
     }
 
     def block(streams: tuple[jax.Array, jax.Array], layer: Any) -> tuple[Any, None]:
-        weights, image_modulation, text_modulation = layer
-        local = {name.removeprefix("blocks."): value for name, value in weights.items()}
-        return _block(
-            local, *streams, text_lengths, rope, (image_modulation, text_modulation), execution
-        ), None
+        number, *modulations = layer
+        weights = Layer(stacks, number)
+        return _block(weights, *streams, text_lengths, rope, tuple(modulations), execution), None
 
     streams = tuple(execution.constrain(x, execution.rows) for x in (image, text))
-    (image, _), _ = jax.lax.scan(block, streams, (blocks, step.image, step.text))
+    numbers = jnp.arange(len(step.image), dtype=jnp.int32)
+    (image, _), _ = jax.lax.scan(block, streams, (numbers, step.image, step.text))
     scale, shift = jnp.split(_per_row(step.final, image), 2, axis=-1)
     return linear(parameters, "proj_out", _norm(image, shift, scale, execution))
 
@@ -240,12 +268,12 @@ def _gated_norm(
 
 
 def _block(
-    weights: Parameters,
+    weights: Layer,
     image: jax.Array,
     text: jax.Array,
     text_lengths: jax.Array,
     rope: Rope,
-    modulations: tuple[jax.Array, jax.Array],
+    modulations: tuple[jax.Array, ...],
     execution: Execution,
 ) -> tuple[jax.Array, jax.Array]:
     # Each six: shift, scale and gate of the attention, then of the MLP.
@@ -268,7 +296,7 @@ def _block(
 
 
 def _attention(
-    weights: Parameters,
+    weights: Layer,
     image: jax.Array,
     text: jax.Array,
     text_lengths: jax.Array,
