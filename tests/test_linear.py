@@ -153,9 +153,9 @@ def test_one_layer_of_several():
 
     for layer in range(3):
         out, gated = run(jnp.int32(layer))
-        single: Any = (x, weight[layer], bias[layer])
-        np.testing.assert_array_equal(out, kernels.linear(*single, config=config, interpret=True))
-        alone = kernels.linear_gated_residual(*single, residual, gate, config=config, interpret=True)
+        only: Any = {"config": config, "interpret": True}
+        np.testing.assert_array_equal(out, kernels.linear(x, weight[layer], bias[layer], **only))
+        alone = kernels.linear_gated_residual(x, weight[layer], bias[layer], residual, gate, **only)
         np.testing.assert_array_equal(gated, alone)
 
 

@@ -418,5 +418,5 @@ def linear_gated_residual(
     """
     tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual, "gate": gate}
     resolved = _resolve(implementation, **tensors, **_optional(index=index))
-    validation.check_linear_gated_residual(**tensors, index=index)
+    validation.check_linear_gated_residual(x, weight, bias, residual, gate, index)
     return _linear_gated_residual(*tensors.values(), index, resolved)

@@ -4,7 +4,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-_BUILD_ID = "_qwenimage_tpu_kernels_tpu_7ea206872d"
+_BUILD_ID = "_qwenimage_tpu_kernels_tpu_6e54915357"
 
 
 def _load():
